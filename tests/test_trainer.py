@@ -420,7 +420,8 @@ def test_a_training_without_its_curves_goes_on(damage, stores, tmp_path, capsys)
     for steps, rows in (3, []), (6, [6]):
         assert train(*stores, config(num_training_batches=steps), tmp_path, progress=False)['step'] == steps
         assert read_history(tmp_path/'history.csv').step.tolist() == rows
-    assert capsys.readouterr().out.count('; the curves begin at batch 3') == 1
+    printed = capsys.readouterr()
+    assert printed.out.count('; the curves begin at batch 3') == 1 and printed.err.count('training on cpu (') == 3
 
 
 def test_models_of_a_refit_that_are_lost(stores, tmp_path):
