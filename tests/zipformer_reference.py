@@ -1,14 +1,16 @@
 """Write `zipformer_reference.npz`: weights, inputs and results of tiny Zipformers.
 
 With it the Zipformer is tested in checkouts without icefall's numbers. Run this script only with code for which
-`tests/test_zipformer.py` passes beside `../shared/zipformer`, because then the results are those of icefall."""
+`tests/test_zipformer.py` and `tests/test_scaling.py` pass beside `../shared/zipformer`, because then the results are
+those of icefall."""
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import Sequential
 
 from b2t_kaggle.pytorch.models.zipformer import Conv2dSubsampling, Zipformer2
-from b2t_kaggle.pytorch.scaling import Balancer, Whiten
+from b2t_kaggle.pytorch.scaling import Balancer, BiasNorm, SwooshR, Whiten
 
 PATH = Path(__file__).with_suffix('.npz')
 SIZES = dict(downsampling_factor=(1, 2), encoder_dim=(8, 12), num_encoder_layers=(1, 2), encoder_unmasked_dim=8,
@@ -18,17 +20,20 @@ MODELS = {
     'front end': (lambda: Conv2dSubsampling(9, 8, 2, 3, 4, dropout=0.), (3, 25, 9)),
     'encoder': (lambda: Zipformer2(**SIZES), (14, 3, 8)),
     'causal': (lambda: Zipformer2(**SIZES, causal=True, chunk_size=(4,), left_context_frames=(8,)), (14, 3, 8)),
+    'parts': (lambda: Sequential(BiasNorm(8), Balancer(8, -1, .3, .6, .5, 1., grad_scale=.5, prob=1.), SwooshR(),
+                                 Whiten(2, 1.05, (1., 1.), .5)), (40, 8)),
 }
 LENGTHS = torch.tensor([14, 9, 5])
 
 
 def results(model, x):
     "Output, and gradients of its weighted sum: of the input, and norm and projection of each parameter's."
-    for m in model.modules():
-        if isinstance(m, Balancer | Whiten): m.grad_scale = 0. # No random changes of gradients
     x = x.requires_grad_()
-    lengths = LENGTHS if isinstance(model, Zipformer2) else LENGTHS + 11
-    y, _ = model(x, lengths)
+    if isinstance(model, Sequential): y = model(x)
+    else:
+        for m in model.modules():
+            if isinstance(m, Balancer | Whiten): m.grad_scale = 0. # No random changes of gradients
+        y, _ = model(x, LENGTHS if isinstance(model, Zipformer2) else LENGTHS + 11)
     def ramp(v): return torch.linspace(-1, 1, v.numel()).view_as(v)
     d_x, *gradients = torch.autograd.grad((ramp(y)*y).sum(), [x, *model.parameters()], allow_unused=True)
     pairs = [torch.stack([g.norm(), (ramp(g)*g).sum()]) for g in gradients if g is not None]
