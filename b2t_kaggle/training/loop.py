@@ -230,6 +230,7 @@ def fit(
     trainer = None
     try:
         trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
+        if trainer.is_main_process: print(f'training on {backend.device}', file=sys.stderr, flush=True)
         first = trainer.step
         loop = Loop(trainer, History(out/'history.csv', first), budget, out)
         loop.begin(continues)
