@@ -26,7 +26,7 @@ for cell in [c for c in json.load(open(sys.argv[1]))["cells"] if c["cell_type"] 
         variables |= folders | dict(package=os.environ.get("PACKAGE")) | given
 print("PATH", sys.path[0], os.environ["PYTHONPATH"].split(os.pathsep)[0])
 '''
-ALL = ('train.ipynb', 'submit.ipynb', 'ensemble.ipynb')
+ALL = ('train.ipynb', 'submit.ipynb')
 
 
 def start(room, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb', **variables):

@@ -1,4 +1,4 @@
-"""nbs/kaggle/{train,submit,ensemble}.ipynb as Kaggle executes them, by papermill, one after another.
+"""nbs/kaggle/{train,submit}.ipynb as Kaggle executes them, by papermill, one after another.
 
 Folders are laid out like Kaggle's, what is attached cannot be written to, pip has no internet, and no package is found
 but those of Kaggle's GPU image."""
@@ -104,7 +104,7 @@ def test_several_runs_are_averaged(trained, models, environment, tmp_path):
     for split in ('val', 'test'):
         given = LogitStore.open(trained[0]/'working'/'run'/'logits'/f'{split}.arrow')
         LogitStore.write(models/f'{split}.arrow', [x[::-1] for x in given], given.index, given.provenance)
-    status, text, error = execute('ensemble.ipynb', tmp_path, environment, overrides=FAST)
+    status, text, error = execute('submit.ipynb', tmp_path, environment, overrides=FAST)
     assert status == 0, error[-3000:]
     check_submission(tmp_path)
     run = tmp_path/'working'/'run'

@@ -22,7 +22,8 @@ def command_name() -> str:
     return os.environ.get('B2T_COMMAND', 'b2t')
 
 def with_command_name(text: str) -> str:
-    "The text with `b2t` replaced by the command as a user types it, except in quoted names."
+    "The text with `b2t` replaced by the command as a user types it, except in quoted names; in a notebook, with keys."
+    if command_name() == 'notebook': return re.sub(r'--set ([\w.]+)=([^\s,)]+)', r"overrides={'\1': \2}", text)
     return re.sub(r'(?<![\w/.\'-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
 
 # %% ../../nbs/core/00_messages.ipynb #c008

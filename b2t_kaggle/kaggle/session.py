@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OFFICIAL', 'TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'LLM', 'EIGHT_BIT', 'PINNED', 'Attached',
-           'NotebookError', 'plan_device', 'in_stamp', 'batches_done', 'is_simulated', 'prepare_training',
+           'NotebookError', 'device_problems', 'in_stamp', 'batches_done', 'is_simulated', 'prepare_training',
            'prepare_submission', 'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
@@ -75,8 +75,10 @@ def _raise_all(problems: Sequence[str]) -> None:
     if problems: raise NotebookError('This notebook cannot start:\n' + '\n'.join(f'- {p}' for p in problems))
 
 def _has_model(run: Path) -> bool:
-    "Whether a run has a model of its own to decode; a run made from other models is one to continue."
-    return (run/'train').is_dir() or (run/'logits').is_dir()
+    "Whether a run has a model to decode, or log-probabilities of one that is not attached; others are to continue."
+    if (run/'train').is_dir() or not (run/'logits').is_dir(): return (run/'train').is_dir()
+    checkpoint = _in_config(run, 'infer', 'checkpoint')
+    return not (checkpoint and Path(checkpoint).exists())
 
 # %% ../../nbs/kaggle/00_session.ipynb #c009
 def _walk_inputs(folder: str | Path) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -123,7 +125,9 @@ def _kind_of_file(path: Path) -> str | None:
     name = path.name
     if name in BEST.values(): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if b'"kind": "log_probs"' in _head(path) else None
-    if name.endswith(('.arpa', '.arpa.gz', '.arpa.bz2', '.arpa.xz')): return 'ngrams'
+    if name.endswith(('.arpa', '.arpa.gz', '.arpa.bz2', '.arpa.xz')):
+        is_public = path.with_name(f'{name.removesuffix(".gz")}.gz.licence.json').exists() # From `lm.public_models`
+        return 'general' if is_public else 'ngrams'
     if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
     is_binary = name.endswith(('.bin', '.binary', '.klm', '.kenlm')) and _head(path).startswith(_KENLM)
     return 'ngrams' if is_binary else None
@@ -220,23 +224,22 @@ def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_d
     reason = printable((done.stderr.strip() or 'pip gave no reason').splitlines()[-1])
     version = f'{sys.version_info.major}.{sys.version_info.minor}'
     return [f'{", ".join(missing)}: not installed ({reason}). Turn the internet on in the settings of the notebook, or '
-            f'attach a dataset with wheels for Python {version} (`b2t kaggle wheels --python {version}`; '
-            f'`b2t kaggle go` needs --python {version} --retry)']
+            f'attach a dataset with wheels for Python {version} (`b2t kaggle wheels --python {version}`)']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c031
-def plan_device(framework: str, accelerator: str) -> machine.Device:
-    "Print the device for training without starting it. Raises `DeviceError`."
+def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
+    "Print the device for training without starting it; returns what is wrong with it."
     if framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:
         from b2t_kaggle.devices.torch import plan_torch as plan
-    device = plan(machine.detect(), accelerator)
+    found = machine.detect()
+    try: device = plan(found, accelerator)
+    except machine.DeviceError as e:
+        if accelerator != 'tpu' or found.tpu: return [str(e)]
+        return ['no TPU: Kaggle started the notebook on its standard image, as it does if a docker image is pinned. '
+                'Choose a TPU under Settings › Accelerator and the latest environment, or push the notebook again']
     print('device:     ', device)
-    return device
-
-def _device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
-    try: device = plan_device(framework, accelerator)
-    except machine.DeviceError as e: return [str(e)]
     if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return []
     return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor training lasts weeks; '
             'choose another one under Settings › Accelerator, or set accelerator="cpu"']
@@ -246,8 +249,9 @@ def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attache
     "Set the environment of the run; find and print the inputs."
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
     # Progress bars of this process's children move twice a minute
-    for variable in ('TQDM_MININTERVAL', 'TQDM_MAXINTERVAL'): os.environ.setdefault(variable, '30')
-    os.environ.setdefault('B2T_XLA_CACHE', str(run_dir/'xla'))
+    variables = dict(TQDM_MININTERVAL='30', TQDM_MAXINTERVAL='30', B2T_XLA_CACHE=str(run_dir/'xla'),
+                     B2T_COMMAND='notebook', PYDEVD_DISABLE_FILE_VALIDATION='1') # No warnings of the debugger
+    for name, value in variables.items(): os.environ.setdefault(name, value)
     inputs = _find_attached(input_dir)
     print(inputs)
     return inputs
@@ -299,7 +303,7 @@ def prepare_training(
     framework = framework or earlier and _in_config(earlier, 'train', 'framework') or 'pytorch'
     needed = TRAINING | (CURVES if framework == 'tensorflow' else {}) | ({} if recordings else SIMULATION)
     problems += _install_missing(needed, input_dir, scratch_dir)
-    problems += _device_problems(framework, accelerator, bool(recordings))
+    problems += device_problems(framework, accelerator, bool(recordings))
     _raise_all(problems)
 
     from b2t_kaggle.config import load_config  # needs what was missing
@@ -316,26 +320,18 @@ def prepare_training(
     return run
 
 # %% ../../nbs/kaggle/00_session.ipynb #c041
-def _averaging_problems(runs: Sequence[Path], log_probs: Sequence[Path], at_least: int) -> list[str]:
-    "Problems of attached log-probabilities; the name of a file is its split."
-    problems = [f'{run}: has no log-probabilities yet; train.ipynb makes them when it is run to its end'
-                for run in runs if _has_model(run) and not any((run/'logits').glob('*.arrow'))]
-    n = Counter(path.stem for path in log_probs)
-    if (most := max(n.values(), default=0)) < at_least:
-        problems.append(f'the models to average: log-probabilities of {most} are attached, expected {at_least} or '
-                        'more; attach the outputs of several training notebooks, or LogitStores of each')
-    if n.keys() <= {'val', 'test'} and n['val'] != n['test'] and n['val']:
-        problems.append(f'log-probabilities: {n["val"]} of val and {n["test"]} of test are attached, expected equal '
-                        'numbers; run the training to its end, or name the others in `models`')
-    return problems
-
-def _source(inputs: Attached, at_least: int, problems: list[str]) -> dict[str, Any]:
-    "Configuration values for the models or log-probabilities to decode."
+def _source(inputs: Attached, problems: list[str]) -> dict[str, Any]:
+    "Configuration values for the models or log-probabilities to decode; the name of a file is its split."
     log_probs = [path for run in inputs.runs if _has_model(run) for path in sorted((run/'logits').glob('*.arrow'))]
     log_probs += inputs.logits
-    if at_least > 1 or log_probs:
-        problems += _averaging_problems(inputs.runs, log_probs, at_least)
-        if {path.stem for path in log_probs} == {'test'}:
+    if log_probs:
+        problems += [f'{run}: has no log-probabilities yet; train.ipynb makes them when it is run to its end'
+                     for run in inputs.runs if _has_model(run) and not any((run/'logits').glob('*.arrow'))]
+        n = Counter(path.stem for path in log_probs)
+        if n.keys() <= {'val', 'test'} and n['val'] != n['test'] and n['val']:
+            problems.append(f'log-probabilities: {n["val"]} of val and {n["test"]} of test are attached, expected '
+                            'equal numbers; run the training to its end, or name the others in `models`')
+        if n.keys() == {'test'}:
             print('log-probabilities of test alone are attached: no error rates, and nothing is tuned on val')
         return {'infer.logits': log_probs, 'infer.checkpoint': None}
     ours = [path for run in inputs.runs for name in BEST.values() if (path := run/'train'/name).exists()]
@@ -350,6 +346,7 @@ def _source(inputs: Attached, at_least: int, problems: list[str]) -> dict[str, A
     framework = framework_of(model) if model else 'pytorch'
     if model and (model.parent/REFIT).is_file(): model = model.parent # The folder has two models, one of them for test
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
+
 
 # %% ../../nbs/kaggle/00_session.ipynb #c043
 def _language_models(inputs: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -384,9 +381,6 @@ def prepare_submission(
     models: Sequence[str | Path] = (),  # Files, folders or notebooks to decode; empty: all but the official model
     overrides: dict | None = None,      # Configuration values to replace
     accelerator: str = 'auto',          # For a model that has to be run: `auto`, `cpu`, `cuda`, `tpu` or `xla`
-    average: str = 'log_prob',          # Average of several models, over `log_prob` or `prob`
-    *,
-    at_least: int = 1,                  # Models that have to be attached
     hours: float | None = None,         # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
     """The run that makes a submission of the inputs, with the attached n-gram and LLM if there are any.
@@ -401,15 +395,15 @@ def prepare_submission(
     if not recordings and not (model_run and is_simulated(model_run)):
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
     earlier = _find_one([run for run in inputs.runs if not _has_model(run)], 'the run to continue', '', problems)
-    values = _source(inputs, at_least, problems) | _language_models(inputs, overrides, problems)
+    values = _source(inputs, problems) | _language_models(inputs, overrides, problems)
     problems += _install_missing(_needed(values | overrides), input_dir, scratch_dir)
-    if values['infer.checkpoint']: problems += _device_problems(values['train.framework'], accelerator, False)
+    if values['infer.checkpoint']: problems += device_problems(values['train.framework'], accelerator, False)
     _raise_all(problems)
 
     from b2t_kaggle.config import load_config  # needs what was missing
     from b2t_kaggle.pipeline.run import Run
 
-    values |= {'infer.average': average, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
+    values |= {'train.accelerator': accelerator, 'data.dataset_dir': recordings}
     if _restore_run(earlier, run_dir): first = None
     elif model_run: first = load_config(model_run/'config.yaml')
     else: first = load_config(base='official' if recordings else 'demo')
@@ -428,4 +422,4 @@ def next_step(run: 'Run') -> str:
     if not in_stamp(run.dir, 'train', 'finished'):
         return (f'{done}; to continue, attach the output of this version to the notebook, in place of an older one, '
                 'and save another version')
-    return f'{done}; attach the output of this version to submit.ipynb, or that of several to ensemble.ipynb'
+    return f'{done}; attach the output of this version to submit.ipynb, or the outputs of several seeds'

@@ -10,7 +10,7 @@ from test_devices import simulate
 
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.devices import machine as detection
-from b2t_kaggle.kaggle.session import plan_device
+from b2t_kaggle.kaggle.session import device_problems
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.training.history import read_history
 
@@ -45,5 +45,5 @@ def test_a_session_leaves_a_model_and_log_probabilities(tmp_path):
 def test_what_was_found_is_printed(machine, packages, message, monkeypatch, tmp_path, capsys):
     detected = simulate(machine, tmp_path)
     monkeypatch.setattr(detection, 'detect', lambda: replace(detected, packages=packages or detected.packages))
-    plan_device('tensorflow', 'auto')
+    device_problems('tensorflow', 'auto', False)
     assert capsys.readouterr().out.startswith(message)

@@ -18,7 +18,7 @@ GROUPS = (
         'guides/pretraining.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
     ('Stages of a run', ('stages',)),
-    ('Notebooks for Kaggle', ('kaggle/train.ipynb', 'kaggle/submit.ipynb', 'kaggle/ensemble.ipynb')),
+    ('Notebooks for Kaggle', ('kaggle/train.ipynb', 'kaggle/submit.ipynb')),
     ('Library: basics', ('.', 'core', 'metrics')),
     ('Library: configuration', ('config', 'config/encoders')),
     ('Library: data', ('data',)),
