@@ -37,6 +37,7 @@ class Kaggle:
         self.asked: list[tuple[str, dict]] = []
         self.blobs: dict[str, tuple[str, bytes]] = {}
         self.datasets: dict[str, list[set[str]]] = {} # Names of files by version
+        self.models: set[str] = set() # OWNER/MODEL
         self.kernels: dict[str, list[dict]] = {}
         self.submissions: list[dict] = []
         self.refusal = '' # Kaggle's error about a CSV that it has accepted
@@ -73,6 +74,10 @@ class Kaggle:
         more = str(first + 2) if first + 2 < len(files) else ''
         return dict(datasetFiles=[dict(name=name) for name in files[first:first + 2]], nextPageToken=more)
 
+    def GetModel(self, body):
+        name = f'{body["ownerSlug"]}/{body["modelSlug"]}'
+        return dict(id=1) if name in self.models else (404, 'Not Found')
+
     def StartBlobUpload(self, body):
         token = f'blob-{len(self.blobs)}'
         self.blobs[token] = (body.get('name') or body.get('fileName'), b'')
@@ -97,6 +102,8 @@ class Kaggle:
         name = body['slug']
         datasets, kernels = body.get('datasetDataSources', []), body.get('kernelDataSources', [])
         lost = dict(invalidDatasetSources=[i for i in datasets if i not in self.datasets],
+                    invalidModelSources=[i for i in body.get('modelDataSources', [])
+                                         if '/'.join(i.split('/')[:2]) not in self.models],
                     invalidKernelSources=[i for i in kernels if self.state(i) != 'COMPLETE'],
                     invalidCompetitionSources=[] if self.has_joined else body.get('competitionDataSources', []))
         before = kernels[0] if kernels else None

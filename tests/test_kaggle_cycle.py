@@ -16,20 +16,21 @@ from click.testing import CliRunner
 from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, output_of, serve
 
 from b2t_kaggle.cli.command import main
-from b2t_kaggle.core.files import replaced_folder
+from b2t_kaggle.core.files import replaced_folder, write_whole
 from b2t_kaggle.devices.interrupts import Ended
 from b2t_kaggle.kaggle import cycle
 
 api = pytest.importorskip('kaggle.api.kaggle_api_extended',
                           reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
 NBS = Path(__file__).parents[1]/'nbs'
-LINE = ('go', '--accelerator', 'T4 x2', '--preset', 'transformer', '--submit')
+LINE = ('go', '--accelerator', 'T4 x2', '--lm', 'none', '--submit')
 NAME = 'ada/b2t-transformer-t4-x2'
 FOLDER = 'kaggle-b2t-transformer-t4-x2'
+LLM = 'qwen-lm/qwen-3/transformers/0.6b/1'
 PARTS = [f'{NAME}-train-1', f'{NAME}-train-2', f'{NAME}-submit']
 
 
-def write_wheels(image, folder):
+def write_wheels(image, folder, *packages):
     with replaced_folder(folder) as new:
         new.mkdir()
         for name in ('manifest.json', 'b2t_kaggle-0.1.0-py3-none-any.whl', 'jiwer-4-py3-none-any.whl'):
@@ -96,16 +97,96 @@ def test_a_cycle(kaggle, b2t, tmp_path):
     assert output.count('done  ') == 13 and 'next' not in output
 
 
-def test_the_line_of_the_guide_on_a_tpu(kaggle, b2t):
-    guide = json.loads((NBS/'guides'/'kaggle_gpu.ipynb').read_text())
-    text = ''.join(''.join(cell['source']) for cell in guide['cells'])
-    words = shlex.split(re.search('```sh\n(b2t kaggle go.*)\n', text)[1])
-    assert words == ['b2t', 'kaggle', *LINE]
-    status, output = b2t(*['TPU v5e-8' if word == 'T4 x2' else word for word in words[2:]])
-    assert status == 0, output
-    bodies = [versions[0]['body'] for versions in kaggle.kernels.values()]
-    assert [body['machineShape'] for body in bodies] == ['TpuV5E8']*3
-    assert next(iter(kaggle.datasets)).startswith('ada/b2t-wheels-tpu-')
+def write_ngram(name, folder, progress):
+    for end in ('.arpa.gz', '.arpa.gz.licence.json'): write_whole(folder/f'{name}{end}', name)
+
+
+def submission_of(*sentences):
+    "An output with these sentences, whose n-best lists have them as well."
+    csv = 'id,text\n' + ''.join(f'{i},{text}\n' for i, text in enumerate(sentences))
+    entries = (dict(trial=str(i), session='t15.2023.08.13', block=1, text=text, system='run', rank=0)
+               for i, text in enumerate(sentences))
+    return SUBMISSION | {'submission.csv': csv, 'run/submission.csv': csv,
+                         'run/config.yaml': 'data:\n  dataset_dir: /kaggle/input\n',
+                         'run/hypotheses/decode_test.jsonl': ''.join(json.dumps(e) + '\n' for e in entries)}
+
+
+def given_lines(text):
+    "Commands in a text, whose lines may go on."
+    return [shlex.split(line) for line in text.replace('\\\n', ' ').splitlines() if re.match(' *(b2t|kaggle) ', line)]
+
+
+def test_the_commands_of_a_week(kaggle, b2t, tmp_path, monkeypatch):
+    "Each of the page, one after another; those of the other guides are among them."
+    from kaggle.cli import main as client
+    monkeypatch.setattr(cycle, 'get_model', write_ngram)
+    def commands(guide):
+        cells = json.loads((NBS/'guides'/guide).read_text())['cells']
+        blocks = re.findall('```sh\n(.*?)```', ''.join(''.join(c['source']) + '\n' for c in cells), re.DOTALL)
+        return given_lines('\n'.join(blocks).replace('OWNER', 'ada'))
+
+    kaggle.steps_of_a_part = BATCHES
+    kaggle.models.add('qwen-lm/qwen-3')
+    (tmp_path/'theirs.csv').write_text('id,text\n0,Hello there\n1,Where are you\n')
+    for seed in range(1, 11): # They vote: how are you
+        middle = '' if seed == 1 else f'-{seed}'
+        for name in ('transformer', 'best-t4'):
+            files = submission_of('hello there', 'how are you' if seed % 2 else f'number {"x"*seed}')
+            kaggle.files |= {f'ada/b2t-{name}-t4-x2{middle}-submit{end}': files for end in ('', '-llm')}
+    kaggle.files['ada/b2t-best-tpu-tpu-v5e-8-submit'] = submission_of('hello there', 'how are you')
+    week = commands('a_week_on_kaggle.ipynb')
+    for command, verb, *rest in week:
+        rest = [str(p) for word in rest for p in (sorted(Path().glob(word)) if '*' in word else [word])]
+        if command == 'kaggle':
+            monkeypatch.setattr(sys, 'argv', [command, verb, *rest])
+            client()
+        elif verb == 'kaggle':
+            status, output = b2t(*rest)
+            assert status == 0, (rest, output)
+        else:
+            result = CliRunner().invoke(main, [verb, *rest])
+            assert result.exit_code == 0, (rest, result.output)
+    assert {tuple(words) for words in commands('kaggle_gpu.ipynb') if words[2] == 'go'} <= set(map(tuple, week))
+    assert kaggle.kernels['ada/b2t-best-tpu-tpu-v5e-8-train-1'][0]['body']['machineShape'] == 'TpuV5E8'
+    lms = [name for name in kaggle.datasets if 'wheels' not in name]
+    assert lms == ['ada/b2t-imagineville-small']
+    assert all(lms[0] in v[0]['body']['datasetDataSources'] for name, v in kaggle.kernels.items() if '-submit' in name)
+    assert all(len(versions) == 1 for versions in kaggle.kernels.values())
+    assert kaggle.submissions[-1]['content'].endswith('1,how are you\n')
+    body = kaggle.kernels['ada/b2t-best-t4-t4-x2-4-train-1'][0]['body']
+    assert '"train.seed": 13' in body['text'].replace('\\', '')
+
+
+def test_an_llm_that_needs_several_runtimes(kaggle, b2t):
+    "Parts follow until all sentences are ranked; one that got no further is an error, as is an LLM that failed."
+    def ranked(**stamp): return SUBMISSION | {'run/stages/rescore.json': json.dumps(dict(key='k') | stamp)}
+    kaggle.models.add('qwen-lm/qwen-3')
+    first, second = f'{NAME}-submit-llm', f'{NAME}-submit-llm-2'
+    kaggle.files[first] = kaggle.files[second] = ranked(metrics=dict(not_rescored=900), finished=False)
+    line = (*LINE, '--llm', LLM)
+    status, output = b2t(*line)
+    assert status == 1 and 'got no further than the part before' in output and not kaggle.submissions, output
+    kaggle.files[second] = ranked(metrics=dict(failed='no memory'), finished=False)
+    status, output = b2t(*line, '--retry')
+    assert status == 1 and 'the LLM failed (no memory)' in output and not kaggle.submissions, output
+    kaggle.files[second] = ranked(metrics={}, finished=True)
+    assert b2t(*line, '--retry')[0] == 0
+    assert kaggle.kernels[second][-1]['body']['kernelDataSources'] == [PARTS[1], first]
+    assert len(kaggle.submissions) == len(kaggle.kernels[first]) == 1
+
+
+def test_an_image_with_another_python(kaggle, b2t):
+    "The log says so: wheels are made for it, and the notebook is pushed with them."
+    kaggle.fate[PARTS[0]] = ['RUNNING', 'ERROR']
+    kaggle.log = '- rapidfuzz: not installed. Attach a dataset with wheels for Python 3.13 (`b2t kaggle wheels …`)\n'
+    def mend(name, n):
+        if name == 'SaveKernel' and n == 2: kaggle.fate.clear()
+    kaggle.fault = mend
+    status, output = b2t(*LINE)
+    assert status == 0 and 'The image has Python 3.13: making wheels for it' in output, output
+    old, new = kaggle.datasets
+    bodies = [version['body'] for name in PARTS for version in kaggle.kernels[name]]
+    assert [body['datasetDataSources'] for body in bodies] == [[old], [new], [new], [new]]
 
 
 @pytest.mark.parametrize('fault', [DROP, LATE, HALF, (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
@@ -182,7 +263,7 @@ def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
         assert status == 1 and f'{name}: {word}. The end of its log' in output and '    train: 100%' in output, output
         assert '--retry pushes it again' in output and len(kaggle.kernels[name]) == 1
     told = b2t('status')[1]
-    assert f'next  run part 2 of the training, {name}' in told
+    assert f'next  run {name}' in told
     assert '\n            train: 100%\n' in told and 'The same command with --retry' in told, told
     del kaggle.fate[name]
     assert b2t(*LINE, '--retry')[0] == 0
@@ -311,22 +392,25 @@ def test_text_of_kaggle_cannot_steer_the_terminal(kaggle, b2t):
 
 def test_a_dataset_that_is_not_there(kaggle, b2t):
     "Kaggle would decode without it, and the CSV would be valid."
-    line = (*LINE, '--dataset', 'ada/my-lm')
+    line = (*LINE, '--lm', 'ada/my-lm', '--llm', LLM)
     for _ in range(2):
         status, output = b2t(*line)
         assert status == 1 and 'dataset ada/my-lm: Not Found. The submission needs it' in output and not kaggle.kernels
     kaggle.datasets['ada/my-lm'] = [{'lm.arpa'}]
+    status, output = b2t(*line)
+    assert status == 1 and f'model {LLM}: Not Found. The submission needs it' in output and not kaggle.kernels, output
+    kaggle.models.add('qwen-lm/qwen-3')
     assert b2t(*line)[0] == 0
-    assert kaggle.kernels[PARTS[2]][0]['body']['datasetDataSources'][1:] == ['ada/my-lm']
+    body = kaggle.kernels[f'{NAME}-submit-llm'][0]['body']
+    assert body['datasetDataSources'][1:] == ['ada/my-lm'] and body['modelDataSources'] == [LLM]
 
 
 def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
-    "Such as those of a try; they are told, because what was pushed is not made anew."
+    "Such as those of a try: its notebooks are not pushed again."
     assert b2t(*LINE, '--set', 'train.num_training_batches=2000')[0] == 0
     status, output = b2t(*LINE)
-    assert status == 0 and '--set was train.num_training_batches=2000 in this cycle' in output, output
-    assert 'Another --id begins another cycle' in output and '--dataset was' not in output
-    assert 'in this cycle' not in b2t(*LINE)[1]
+    assert status == 1 and "is the cycle with overrides {'train.num_training_batches': 2000}" in output, output
+    assert 'give it another --id' in output
 
 
 def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch):
@@ -394,7 +478,7 @@ def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
 def test_another_cycle_does_not_take_its_place(kaggle, b2t):
     assert b2t(*LINE)[0] == 0
     n = len(kaggle.asked)
-    status, output = b2t('go', '--accelerator', 'T4 x2', '--id', NAME)
+    status, output = b2t(*LINE, '--preset', 'official', '--id', NAME)
     assert status == 1 and "is the cycle with preset 'transformer', this one has 'official'" in output
     assert kaggle.names()[n:] == []
 
@@ -408,7 +492,7 @@ def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
     assert status == 0 and kaggle.asked == [], output
     monkeypatch.setattr('b2t_kaggle.cli.kaggle.build_wheels', lambda image, folder, *args: write_wheels(image, folder))
     monkeypatch.setenv('KAGGLE_API_ENVIRONMENT', 'LOCALHOST')
-    given = [shlex.split(line) for line in output.splitlines() if line.startswith(('   b2t ', '   kaggle '))]
+    given = given_lines(output)
     for command, verb, *rest in given:
         if command == 'b2t': assert b2t(*rest)[0] == 0
         else: monkeypatch.setattr(sys, 'argv', [command, verb, *rest])
@@ -436,7 +520,7 @@ b2t_kaggle.cli.kaggle.wheels_slug = lambda *args: 'b2t-wheels-gpu-1a2b3c4d'
 cycle.build_wheels = write_wheels
 cycle.POLL = 0.005
 plan = cycle.Plan(NAME, 'T4 x2', 'transformer', 'ada/wheels') # What is compiled for it is there then
-cycle.Cycle(plan, Path('warm'))._write_notebook(plan.training(1))
+cycle.Cycle(plan, Path('warm'))._write_notebook(plan.training(1, 1))
 preset('transformer')
 
 def run(args, address, n):

@@ -17,7 +17,6 @@ import pytest
 from click.testing import CliRunner
 
 from b2t_kaggle.cli.command import main
-from b2t_kaggle.kaggle.client import slug_of
 
 NBS = Path(__file__).parents[1]/'nbs'
 api = pytest.importorskip('kaggle.api.kaggle_api_extended',
@@ -98,7 +97,7 @@ def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
     assert status == 0, output
     (name, request), = kaggle.asked
     assert name == 'SaveKernel' and 'title does not resolve' not in output
-    assert request['slug'] == 'ada/b2t-train' and slug_of(request['newTitle']) == 'b2t-train'
+    assert request['slug'] == 'ada/b2t-train' and request['newTitle'] == 'b2t train'
     assert (request['machineShape'], request['enableTpu'], request['enableGpu']) == ('TpuV5E8', True, False)
     assert (request['enableInternet'], request['isPrivate']) == (False, True)
     assert request['competitionDataSources'] == ['brain-to-text-25']

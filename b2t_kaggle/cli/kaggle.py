@@ -6,6 +6,8 @@
 __all__ = ['kaggle', 'wheels', 'kernel', 'dataset', 'go', 'status']
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c002
+import os
+import re
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
@@ -15,12 +17,13 @@ import click
 from .command import Group
 from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, preset_option, set_option
 from ..config import Config, preset, with_overrides
-from ..core.files import format_size
+from ..core.files import format_size, sha256
 from ..core.messages import counted, with_command_name
 from ..devices.kaggle_machines import KAGGLE_ACCELERATORS, kaggle_accelerator
-from ..kaggle.client import Client, connect, slug_of, write_dataset, write_kernel
+from ..kaggle.client import Client, check_id, connect, write_kernel
 from ..kaggle.cycle import Cycle, Plan, read_plan, save_plan, wheels_slug
 from ..kaggle.wheels import Image, build_wheels
+from ..lm.public_models import MODELS
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c005
 _IMAGES = '; '.join(f'{image}: {", ".join(a.name for a in KAGGLE_ACCELERATORS.values() if a.image == image)}'
@@ -37,10 +40,9 @@ def kaggle():
 @click.option('--python', metavar='VERSION', help="Python version if not the image's, such as Colab's 3.13.")
 @click.option('-o', '--output', type=FOLDER,
               help='Folder to write. Default: b2t-wheels-IMAGE, or b2t-wheels-IMAGE-py313 for another Python.')
-@click.option('--kit', help='Source of the kit: a checkout, a wheel or git+https://…; default: this checkout.')
 @click.option('--with', 'packages', multiple=True, metavar='PACKAGE',
               help='Additional package, such as bitsandbytes for llm_quantization; repeat it for more.')
-def wheels(image, python, output, kit, packages):
+def wheels(image, python, output, packages):
     """Make a folder of wheels, for sessions without the internet.
 
     It has the kit, and the packages that the kit needs and the image lacks. This needs the internet here.
@@ -49,7 +51,7 @@ def wheels(image, python, output, kit, packages):
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
     output = output or Path(f'b2t-wheels-{image}{suffix}')
-    manifest = build_wheels(wanted, output, kit, packages)
+    manifest = build_wheels(wanted, output, packages)
     for wheel in manifest['wheels']:
         click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}')
     total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
@@ -68,11 +70,10 @@ _on = click.option('--accelerator', required=True, callback=_accelerator, metava
                    help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 
 def _full_id(name: str | None, default: str, client: Client | None) -> str:
-    "`OWNER/SLUG`, by default with the client's user. Raises `click.UsageError` if the owner is unknown."
-    name = name or slug_of(default)
+    "`OWNER/SLUG`, by default with the client's user; without a client, that of the environment or a placeholder."
+    name = name or re.sub('[^a-z0-9]+', '-', default.lower()).strip('-')
     if '/' in name: return name
-    if client is None: raise click.UsageError(f'id {name!r}: also name the owner, as in --id OWNER/{name}')
-    return f'{client.user}/{name}'
+    return f'{client.user if client else os.environ.get("KAGGLE_USERNAME", "OWNER")}/{name}'
 
 @kaggle.command()
 @click.argument('notebook', type=FILE)
@@ -81,7 +82,7 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
 @click.option('--competition', 'competitions', multiple=True, metavar='SLUG',
               help='Attach the files of a competition that you joined, such as brain-to-text-25.')
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
-              help='Attach a dataset, such as wheels; repeat it for more.')
+              help='Attach a dataset, such as wheels, or a model of Kaggle; repeat it for more.')
 @click.option('--kernel', 'kernels', multiple=True, metavar='OWNER/SLUG',
               help="Attach a notebook's output, such as the training to continue.")
 @click.option('--internet/--no-internet', default=False, show_default=True,
@@ -103,8 +104,7 @@ def dataset(folder, name, message):
     "Push FOLDER as a private dataset, with its subfolders."
     client = connect()
     name = _full_id(name, folder.resolve().name, client)
-    write_dataset(folder, name)
-    click.echo(f'Pushed: {client.push_dataset(folder, message)}')
+    click.echo(f'Pushed: {client.push_dataset(folder, name, message)}')
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c011
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
@@ -114,40 +114,55 @@ def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
         for path in map(str, value if isinstance(value, list) else [value]):
             if path.startswith('/') and not path.startswith('/kaggle/'):
                 raise click.BadParameter(f'--set {key}: {path} is on this machine; make it a dataset (`b2t kaggle '
-                                         'dataset`), attach that with --dataset, and give its path in /kaggle/input')
+                                         'dataset`), attach it with --lm or --llm, and give its path in /kaggle/input')
 
-def _tell_changes(before: Plan, plan: Plan) -> None:
-    "Print the values with which a cycle began, if they differ now."
-    def given(p): return {'--set': sorted(f'{k}={v}' for k, v in p.overrides.items()), '--dataset': sorted(p.datasets)}
-    for option, values in given(before).items():
-        if values != given(plan)[option]:
-            click.echo(f'{option} was {" ".join(values) or "not given"} in this cycle: pushed notebooks keep that. '
-                       'Another --id begins another cycle.', err=True)
+_NO_LM = ('The n-gram is made of the transcripts of train alone. On the phoneme lists of a published system that has '
+          '15.6 % WER, and 10.6 % mixed with general English (guides/own_language_model).')
+
+def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
+    "The dataset with an n-gram, and the public model or file of which it is made."
+    if lm == 'none': return None, None
+    name = 'imagineville-small' if lm == 'imagineville' else lm
+    if name in MODELS: return f'{owner}/b2t-{name}', name
+    if (path := Path(lm)).is_file(): return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
+    try: return check_id(lm), None
+    except ValueError:
+        raise click.BadParameter(f'--lm {lm}: expected a public model (`b2t lm get` lists them), a file, a dataset '
+                                 'OWNER/SLUG, or none') from None
 
 @kaggle.command()
 @_on
-@preset_option(default='official', show_default=True, help='Preset of the training.')
+@preset_option(default='transformer', show_default=True,
+               help='Preset of the training. transformer: 4.60 % WER published, 1 to 2 hours on T4 x2 estimated; '
+                    'guides/a_week_on_kaggle has others, and sources.')
+@click.option('--seeds', type=click.IntRange(1, 99), default=1, show_default=True,
+              help='Trainings, with seeds one after the other; the sentences of several vote.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
-              help='Hours of the training at most, all parts together. Default: as many as it needs.')
+              help='Hours of a training at most, all parts together. Default: as many as it needs.')
 @set_option()
-@click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
-              help='Attach a dataset to the submission, such as an n-gram or an LLM; repeat it for more.')
+@click.option('--lm', default='imagineville', show_default=True, metavar='NAME|FILE|OWNER/SLUG|none',
+              help='N-gram: a public model of `b2t lm get` (imagineville: imagineville-small), which is mixed with the '
+                   'transcripts of train; a file; a dataset; or none for the transcripts alone.')
+@click.option('--llm', 'llms', multiple=True, metavar='OWNER/SLUG|OWNER/MODEL/…',
+              help='Dataset or model of Kaggle (OWNER/MODEL/FRAMEWORK/VARIATION/VERSION) with an LLM that reranks the '
+                   'sentences; repeat it for an adapter.')
 @click.option('--id', 'name', metavar='OWNER/SLUG',
               help="Id of the cycle, whose notebooks are SLUG-train-1, …, SLUG-submit. Default: the client's user, and "
                    'preset and accelerator.')
-@click.option('--python', metavar='VERSION', help="Python version of Kaggle's image, such as 3.13, if it is not 3.12.")
+@click.option('--python', metavar='VERSION', help="Python version of Kaggle's image, such as 3.13. Default: 3.12, or "
+                                                  'that which the log of a failed notebook names.')
 @click.option('--submit', is_flag=True, help='Send the CSV to the competition.')
 @click.option('--unfinished', is_flag=True, help='Decode and send a model whose training is unfinished.')
 @click.option('--retry', is_flag=True, help='Push a failed notebook again, with the present kit.')
-@click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands and clicks.')
+@click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands.')
 @click.option('-o', '--output', type=FOLDER, help='Folder of the cycle. Default: kaggle-SLUG.')
-def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit, unfinished, retry, is_printed,
+def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python, submit, unfinished, retry, is_printed,
        output):
     """Train on Kaggle, and make a submission.
 
-    Wheels of the kit become a dataset; a notebook trains, and is pushed again with its output until the training is
-    over; another one decodes; its CSV is fetched and checked. Steps are not repeated: after an interruption the same
-    command continues."""
+    Wheels of the kit and an n-gram become datasets; a notebook trains, and is pushed again with its output until the
+    training is over; another one decodes, and continues until an LLM has ranked all sentences; its CSV is fetched and
+    checked. Steps are not repeated: after an interruption the same command continues."""
     cfg = with_overrides(preset(preset_), overrides)
     _refuse_local(cfg, overrides)
     client = None if is_printed else connect()
@@ -159,11 +174,13 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit
     image = Image.read(kaggle_accelerator(accelerator).image, python)
     is_kept = before and not retry and before.python == python
     wheels = before.wheels if is_kept else f'{owner}/{wheels_slug(image.name, python)}'
-    plan = Plan(name, accelerator, preset_, wheels, hours, overrides, list(datasets), python)
-    save_plan(plan, folder)
-    if before: _tell_changes(before, plan)
+    dataset, source = (None, None) if cfg.lm.path or cfg.lm.general else _ngram(lm, owner)
+    if lm == 'none': click.echo(_NO_LM, err=True)
+    plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
+    save_plan(plan, folder, retry)
     cycle = Cycle(plan, folder, client, retry, unfinished)
     if is_printed:
+        if owner == 'OWNER': click.echo('OWNER is your name on Kaggle: give --id NAME/… before you push anything')
         for line in cycle.by_hand(): click.echo(with_command_name(line))
         return
     csv = cycle.go(submit)

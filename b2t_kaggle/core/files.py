@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'reached_limit', 'explain_error', 'check_output', 'atomic_path',
-           'write_whole', 'scratch_folder', 'replaced_folder', 'stays_inside', 'ChangedError', 'file_state',
-           'unchanged', 'sha256', 'format_size', 'free_space', 'require_space', 'home_folder', 'is_writable',
-           'private_folder', 'user_cache', 'set_home_variables', 'content_hashes']
+           'write_whole', 'scratch_folder', 'replaced_folder', 'stays_inside', 'walk_once', 'ChangedError',
+           'file_state', 'unchanged', 'sha256', 'format_size', 'free_space', 'require_space', 'home_folder',
+           'is_writable', 'private_folder', 'user_cache', 'set_home_variables', 'content_hashes']
 
 # %% ../../nbs/core/02_files.ipynb #c003
 import errno
@@ -238,6 +238,19 @@ def stays_inside(name: str) -> bool:
     return not (path.drive or path.root or '..' in path.parts or '\0' in name)
 
 # %% ../../nbs/core/02_files.ipynb #c044
+def walk_once(folder: str | Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    "Folders in alphabetical order, including linked ones, each once; folders removed from the list are not visited."
+    root = os.path.realpath(folder)
+    visited = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        is_known = real in visited or real != root and Path(root).is_relative_to(real)
+        visited.add(real)
+        folders[:] = [] if is_known else sorted(folders)
+        if is_known: continue
+        yield Path(place), folders, sorted(f for f in files if os.path.isfile(os.path.join(place, f)))
+
+# %% ../../nbs/core/02_files.ipynb #c047
 class ChangedError(RuntimeError):
     "A file that changed while it was read; the message names it."
 
@@ -265,12 +278,12 @@ def unchanged(
         raise
     check()
 
-# %% ../../nbs/core/02_files.ipynb #c047
+# %% ../../nbs/core/02_files.ipynb #c050
 def sha256(path: str | Path) -> str:
     "The file's SHA-256 in hexadecimal; the file may be larger than memory."
     with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
 
-# %% ../../nbs/core/02_files.ipynb #c050
+# %% ../../nbs/core/02_files.ipynb #c053
 def format_size(
     n_bytes: int,
 ) -> str:
@@ -303,7 +316,7 @@ def require_space(
         raise WriteError(f'{folder}: {format_size(free)} free, expected at least {format_size(n_bytes)} for {purpose}; '
                          f'free {format_size(n_bytes - free)} there, or choose a folder on another disk')
 
-# %% ../../nbs/core/02_files.ipynb #c053
+# %% ../../nbs/core/02_files.ipynb #c056
 def home_folder() -> Path | None:
     "The user's home folder, from `HOME` or the user database; `None` without both, as for an unnamed container user."
     try: return Path(os.environ.get('HOME') or pwd.getpwuid(os.getuid()).pw_dir)
@@ -331,7 +344,7 @@ def user_cache(
     folder = Path(home)/'b2t_kaggle'/name
     return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name
 
-# %% ../../nbs/core/02_files.ipynb #c058
+# %% ../../nbs/core/02_files.ipynb #c061
 # Variable, the usual folder of its program, and the replacement
 _PLACES = (
     ('JUPYTER_RUNTIME_DIR', '.local/share/jupyter/runtime', 'jupyter'), # Connection files of kernels
@@ -355,7 +368,7 @@ def set_home_variables(
         can_read = name == 'HF_HOME' and place.is_dir() # It may have models
         if name not in env and not can_read and not is_writable(place): env[name] = str(private_folder()/replacement)
 
-# %% ../../nbs/core/02_files.ipynb #c062
+# %% ../../nbs/core/02_files.ipynb #c065
 _NOTED_BYTES = 1 << 24 # Smallest file whose hash is stored; smaller ones are read in hundredths of a second
 _TICK = 2*10**9        # Resolution of a file system's clock in nanoseconds (FAT's is two seconds)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KAGGLE_ACCELERATORS', 'FEW_BATCHES', 'KaggleAccelerator', 'kaggle_accelerator', 'time_limit_hours',
-           'check_accelerator_present']
+           'check_accelerator_present', 'device_problems']
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c002
 import os
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.messages import did_you_mean
+from . import machine
 from .machine import DeviceError
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c005
@@ -65,3 +66,21 @@ def check_accelerator_present(kind: str, accelerator: str, n_batches: int, reaso
     raise DeviceError(f'no accelerator to train {n_batches:,} batches on{because}. Choose one: on Kaggle under '
                       'Settings › Accelerator; `b2t devices` says what is here. --accelerator cpu trains on the '
                       'processor all the same, which may take weeks')
+
+# %% ../../nbs/devices/05_kaggle_machines.ipynb #c014
+def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
+    "Print the device for training without starting it; returns what is wrong with it."
+    if framework == 'tensorflow':
+        from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
+    else:
+        from b2t_kaggle.devices.torch import plan_torch as plan
+    found = machine.detect()
+    try: device = plan(found, accelerator)
+    except DeviceError as e:
+        if accelerator != 'tpu' or found.tpu: return [str(e)]
+        return ['no TPU: Kaggle started the notebook on its standard image, as it does if a docker image is pinned. '
+                'Choose a TPU under Settings › Accelerator and the latest environment, or push the notebook again']
+    print('device:     ', device)
+    if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return []
+    return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor training lasts weeks; '
+            'choose another one under Settings › Accelerator, or set accelerator="cpu"']

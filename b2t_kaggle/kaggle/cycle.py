@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['COMPETITION', 'POLL', 'Notebook', 'Plan', 'wheels_slug', 'read_plan', 'save_plan', 'Step', 'Cycle',
-           'training_problem', 'is_finished', 'submission_problem']
+           'training_problem', 'is_finished', 'unfinished_stages', 'submission_problem']
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c003
 import hashlib
 import json
 import math
+import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -26,26 +27,19 @@ from fastcore.basics import patch
 from pydantic import TypeAdapter, ValidationError
 
 import b2t_kaggle
-from ..core.files import sha256, write_whole
+from ..config import Config
+from ..core.files import atomic_path, sha256, write_whole
 from ..core.locks import Lock
 from ..core.messages import printable
 from ..devices.interrupts import Ended
 from ..devices.kaggle_machines import KaggleAccelerator, kaggle_accelerator
-from b2t_kaggle.kaggle.client import (
-    BAD_ENDS,
-    BusyError,
-    Client,
-    KaggleError,
-    RefusedError,
-    UnreachableError,
-    check_id,
-    log_lines,
-    write_dataset,
-    write_kernel,
-)
+from .client import FAILED, Client, KaggleError, RefusedError, UnreachableError, check_id, write_kernel
 from .session import batches_done, in_stamp, is_simulated
 from .wheels import Image, build_wheels
-from ..pipeline.submission import SubmissionError, validate_submission
+from ..lm.public_models import MODELS, get_model
+from ..pipeline.run import hypothesis_files
+from ..pipeline.submission import SubmissionError, validate_submission, write_submission
+from ..rescoring.hypotheses import read_sources_together, vote
 from ..training.checkpoint_paths import BEST
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c006
@@ -54,39 +48,36 @@ _RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
 _CHECKOUT = Path(b2t_kaggle.__file__).parents[1]
 _PAGE = 'https://www.kaggle.com/code/'
 _MARGIN = 1/6 # Hours between the end of a part and its time limit
-_MOST_PARTS = 99
+_MOST = 99 # Parts of a training, and trainings
 
 @dataclass(frozen=True)
 class Notebook:
     "A notebook to push."
     kernel: str                # `OWNER/SLUG`
     source: str                # Name in `nbs/kaggle`
-    title: str                 # Title in words
     parameters: dict[str, Any] # Parameters of its first cell
     kernels: list[str]         # Notebooks whose output is attached
-    datasets: list[str]        # Attached datasets
+    datasets: list[str]        # Attached datasets and models
 
-    @property
-    def slug(self) -> str: return self.kernel.partition('/')[2]
-
-# %% ../../nbs/kaggle/03_cycle.ipynb #c008
 @dataclass(frozen=True)
 class Plan:
     "Values of a cycle; raises `ValueError` for a name that Kaggle would not accept."
-    name: str                  # `OWNER/SLUG`, the beginning of the notebooks' names
-    accelerator: str           # Name in `KAGGLE_ACCELERATORS`
-    preset: str                # Preset of the training
-    wheels: str                # `OWNER/SLUG` of the dataset with the kit
-    hours: float | None = None # Hours of the training, all parts together; None: as many as it needs
+    name: str                    # `OWNER/SLUG`, the beginning of the notebooks' names
+    accelerator: str             # Name in `KAGGLE_ACCELERATORS`
+    preset: str                  # Preset of the training
+    wheels: str                  # `OWNER/SLUG` of the dataset with the kit
+    hours: float | None = None   # Hours of a training, all parts together; None: as many as it needs
     overrides: dict[str, Any] = field(default_factory=dict) # Configuration values
-    datasets: list[str] = field(default_factory=list)       # Language models for the submission
-    python: str | None = None  # Python of Kaggle's image, if it is not the one in `images.yaml`
+    seeds: int = 1               # Trainings, whose sentences vote
+    lm: str | None = None        # Dataset with the n-gram; None: one of the transcripts is made
+    lm_source: str | None = None # Public model or file of which this dataset is made; None: it exists
+    llms: list[str] = field(default_factory=list) # Datasets and models of Kaggle with an LLM
+    python: str | None = None    # Python of Kaggle's image, if it is not the one in `images.yaml`
     __pydantic_config__ = dict(extra='forbid')
 
     def __post_init__(self):
-        for name in (self.name, self.wheels, *self.datasets): check_id(name, 1)
-        check_id(f'{self.name}-train-{_MOST_PARTS}', 5)
-        most = _MOST_PARTS*self.machine.hours
+        for name in (f'{self.name}-{_MOST}-train-{_MOST}', *self.inputs): check_id(name)
+        most = _MOST*self.machine.hours
         if self.hours is not None and not 0 < self.hours <= most:
             raise ValueError(f'hours {self.hours}: expected more than 0 and at most {most}')
 
@@ -94,9 +85,17 @@ class Plan:
     def machine(self) -> KaggleAccelerator: return kaggle_accelerator(self.accelerator)
 
     @property
+    def inputs(self) -> list[str]:
+        "Datasets and models of a submission."
+        return [name for name in (self.wheels, self.lm, *self.llms) if name]
+
+    @property
     def n_parts(self) -> int | None:
-        "Parts of the training at most; None if it has as many as it needs."
+        "Parts of a training at most; None if it has as many as it needs."
         return None if self.hours is None else math.ceil(self.hours/self.machine.hours)
+
+    def _kernel(self, seed: int, *ends: str | int) -> str:
+        return '-'.join(map(str, (self.name, *([seed] if seed > 1 else []), *ends)))
 
     def _parameters(self, hours: float, left: float | None) -> dict[str, Any]:
         "Parameters of every notebook: it ends before Kaggle ends it, and refuses to run without its accelerator."
@@ -104,21 +103,24 @@ class Plan:
         image = self.machine.image
         return dict(overrides=self.overrides, accelerator='cuda' if image == 'gpu' else image, hours=round(hours, 2))
 
-    def training(self, part: int, left: float | None = None) -> Notebook:
-        "Part of the training, numbered from 1; `left` are the hours left of the week's quota."
+    def training(self, seed: int, part: int, left: float | None = None) -> Notebook:
+        "Part of a training, both numbered from 1; `left` are the hours left of the week's quota."
         hours = self.machine.hours if self.hours is None else self.hours/self.n_parts
-        before = [self.training(part - 1).kernel] if part > 1 else []
-        return Notebook(f'{self.name}-train-{part}', 'train', f'part {part} of the training',
-                        dict(preset=self.preset) | self._parameters(hours, left), before, [self.wheels])
+        before = [self.training(seed, part - 1).kernel] if part > 1 else []
+        values = dict(preset=self.preset) | self._parameters(hours, left)
+        first = self.overrides.get('train.seed', Config().train.seed)
+        if seed > 1: values['overrides'] = self.overrides | {'train.seed': first + seed - 1}
+        return Notebook(self._kernel(seed, 'train', part), 'train', values, before, [self.wheels])
 
-    def submission(self, parts: int, left: float | None = None) -> Notebook:
-        "Notebook that decodes the last part of the training and writes `submission.csv`."
-        model = self.training(parts).kernel
-        return Notebook(f'{self.name}-submit', 'submit', 'the submission',
-                        dict(models=[model]) | self._parameters(self.machine.hours, left), [model],
-                        [self.wheels, *self.datasets])
+    def submission(self, seed: int, parts: int, part: int = 1, left: float | None = None) -> Notebook:
+        "Notebook that decodes the last part of a training; further parts continue it until an LLM has finished."
+        model = self.training(seed, parts).kernel
+        before = [self.submission(seed, parts, part - 1).kernel] if part > 1 else []
+        values = dict(models=[model]) | self._parameters(self.machine.hours, left)
+        kernel = self._kernel(seed, 'submit', *(['llm'] if self.llms else []), *([part] if part > 1 else []))
+        return Notebook(kernel, 'submit', values, [model, *before], self.inputs)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c011
+# %% ../../nbs/kaggle/03_cycle.ipynb #c009
 def wheels_slug(image: str, python: str | None = None, checkout: Path = _CHECKOUT) -> str:
     "Name of the dataset with wheels of the kit as it is now, for an image of Kaggle."
     paths = [checkout/'settings.ini', *(checkout/'b2t_kaggle').rglob('*'), *(checkout/'nbs'/'stages').glob('*.ipynb')]
@@ -133,28 +135,27 @@ def read_plan(folder: Path) -> Plan | None:
     if not path.exists(): return None
     try: return TypeAdapter(Plan).validate_json(path.read_bytes())
     except ValidationError as e:
-        first = e.errors()[0]
-        problem = printable(f'{".".join(map(str, first["loc"]))}: {first["msg"]}'.removeprefix(': '))
-        raise ValueError(f'{path}: is not as `b2t kaggle go` wrote it ({problem}); remove it, and repeat the command '
-                         'that began the cycle') from None
+        problem = printable(': '.join(map(str, (*e.errors()[0]['loc'], e.errors()[0]['msg']))))
+        raise ValueError(f'{path}: is not as `b2t kaggle go` wrote it ({problem}); remove it') from None
 
-def save_plan(plan: Plan, folder: Path) -> None:
-    "Write the plan. Raises `ValueError` if the folder belongs to another cycle."
+def save_plan(plan: Plan, folder: Path, retry: bool = False) -> None:
+    "Write the plan. Raises `ValueError` if the folder belongs to another cycle, or to one with other values."
     before = read_plan(folder)
-    for key in ('name', 'accelerator', 'preset') if before else ():
+    for key in ('name', 'accelerator', 'preset', 'overrides', 'lm', 'llms') if before else ():
         old, new = getattr(before, key), getattr(plan, key)
-        if old != new:
+        may_change = key in ('overrides', 'lm', 'llms') and retry or key == 'llms' and not old
+        if old != new and not may_change:
             raise ValueError(f'{folder}: is the cycle with {key} {old!r}, this one has {new!r}; give it another --id')
     if before != plan: write_whole(folder/'cycle.json', json.dumps(asdict(plan), indent=1) + '\n')
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c014
+# %% ../../nbs/kaggle/03_cycle.ipynb #c012
 @dataclass
 class Step:
     "A step of a cycle."
     title: str                 # Title in words
     done: Callable[[], bool]   # Whether it is done
     do: Callable[[], Any]
-    by_hand: list[str]         # Commands and clicks that do the same
+    by_hand: list[str]         # Commands that do the same; empty for a step that is not needed by hand
     now: Callable[[], list[str]] = list # Details, in lines
 
 @dataclass
@@ -166,35 +167,47 @@ class Cycle:
     retry: bool = False      # Whether a failed notebook is pushed again
     unfinished: bool = False # Whether a model may be submitted before its training is finished
     pushed: set[str] = field(default_factory=set) # Notebooks pushed by this process
+    csv: Path = Path()       # The submission, once all steps before it are done
 
     def output(self, notebook: Notebook) -> Path:
         "Folder of a notebook's output."
-        return self.folder/'output'/notebook.slug
-
-    def run_dir(self, part: int) -> Path:
-        "The run that a part of the training left, numbered from 1."
-        return self.output(self.plan.training(part))/'run'
-
-    @property
-    def csv(self) -> Path:
-        "Path of the fetched submission."
-        return self.output(self.plan.submission(1))/'submission.csv'
+        return self.folder/'output'/Path(notebook.kernel).name
 
     def steps(self, submit: bool = False) -> Iterator[Step]:
         "The steps in order; without a client, those of one part if the hours do not say how many there are."
-        yield from (self._join(), self._make_wheels(), self._push_wheels())
-        most = self.plan.n_parts or (None if self.client else 1)
-        for part in count(1):
-            before = self.run_dir(part - 1) if part > 1 else None
-            yield from self._notebook_steps(partial(self.plan.training, part),
-                                            partial(training_problem, self.run_dir(part), before))
-            if part == most or is_finished(self.run_dir(part)): break
-        if self.client and not is_finished(self.run_dir(part)): yield self._finish(part)
-        yield from self._notebook_steps(partial(self.plan.submission, part),
-                                        partial(submission_problem, self.csv.parent))
-        if submit: yield self._send(part)
+        yield from (self._join(), self._make_wheels(), self._push_dataset(self.plan.wheels))
+        if (lm := self.plan.lm) and (source := self.plan.lm_source):
+            yield from (self._make_lm(lm, source), self._push_dataset(lm))
+        runs, outputs = [], []
+        for seed in range(1, self.plan.seeds + 1):
+            run, output = yield from self._seed_steps(seed)
+            runs.append(run)
+            outputs.append(output)
+        self.csv = outputs[0]/'submission.csv'
+        if len(outputs) > 1: yield self._vote(outputs)
+        if submit: yield self._send(runs)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c017
+    def _seed_steps(self, seed: int) -> Generator[Step, None, tuple[Path, Path]]:
+        "The steps of a training and its submission; returns the run that it left, and the submission's output."
+        most = self.plan.n_parts or (None if self.client else 1)
+        before: Path | None = None
+        for part in count(1):
+            make = partial(self.plan.training, seed, part)
+            run = self.output(make())/'run'
+            yield from self._notebook_steps(make, partial(training_problem, run, before))
+            if part == most or is_finished(run): break
+            before = run
+        if self.client and not is_finished(run): yield self._finish(run)
+        before = None
+        for n in count(1):
+            make = partial(self.plan.submission, seed, part, n)
+            output = self.output(make())
+            yield from self._notebook_steps(make, partial(submission_problem, output, before))
+            if not unfinished_stages(output): break
+            before = output
+        return run, output
+
+# %% ../../nbs/kaggle/03_cycle.ipynb #c015
 def training_problem(run: Path, before: Path | None = None) -> str:
     "The reason why a run cannot be continued, or empty; `before` is the run of the previous part."
     if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is not a run'
@@ -212,7 +225,13 @@ def is_finished(run: Path) -> bool:
     "Whether a run's training has done all of its batches."
     return in_stamp(run, 'train', 'finished') is True
 
-def submission_problem(folder: Path) -> str:
+def unfinished_stages(folder: Path) -> dict[str, Any]:
+    "Figures of the stages that ended before all trials were done, in the output of a submission."
+    run = folder/'run'
+    names = sorted(path.stem for path in (run/'stages').glob('*.json'))
+    return {name: in_stamp(run, name, 'metrics') for name in names if in_stamp(run, name, 'finished') is False}
+
+def submission_problem(folder: Path, before: Path | None = None) -> str:
     "The reason why the CSV in an output of `submit.ipynb` must not be sent, or empty."
     path, original = folder/'submission.csv', folder/'run'/'submission.csv'
     rows = in_stamp(folder/'run', 'submit', 'metrics', 'rows')
@@ -221,11 +240,14 @@ def submission_problem(folder: Path) -> str:
     try: validate_submission(path, rows)
     except SubmissionError as e: return str(e)
     if not original.is_file() or sha256(path) != sha256(original): return f"{path}: differs from the run's, {original}"
+    left = unfinished_stages(folder)
+    error = in_stamp(folder/'run', 'rescore', 'metrics', 'failed')
+    if error: return f'{folder}: the LLM failed ({printable(error)})'
+    if before and left and left == unfinished_stages(before): return f'{folder}: got no further than the part before'
     return ''
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c020
-POLL = 30       # Seconds between two requests for a state
-_PATIENCE = 120 # Requests until something that Kaggle accepted should be there
+# %% ../../nbs/kaggle/03_cycle.ipynb #c018
+POLL = 30 # Seconds between two requests for a state
 
 def _say(text: str) -> None:
     "Print at once, with the time."
@@ -233,7 +255,7 @@ def _say(text: str) -> None:
 
 def _wait_for(is_there: Callable[[], bool], name: str) -> None:
     "Wait until something is there; raises `KaggleError` after an hour."
-    for _ in range(_PATIENCE):
+    for _ in range(3600//30):
         with suppress(UnreachableError):
             if is_there(): return
         time.sleep(POLL)
@@ -247,32 +269,43 @@ def _join(self: Cycle) -> Step:
                           f'the rules at {_RULES}, then run the same command again')
 
     return Step('join the competition', lambda: self.client.has_joined(COMPETITION), refuse,
-                ['Once: an account and its telephone number (https://www.kaggle.com/settings),',
-                 f'the rules ({_RULES}),',
-                 'and for commands a token (https://www.kaggle.com/settings › API › Generate New Token)'])
+                [f'Once: an account, its telephone number, the rules ({_RULES}), a token,',
+                 'and Kaggle\'s client: export PATH="$(./kit env kaggle)/bin:$PATH", or pip install kaggle'])
 
 @patch
 def _make_wheels(self: Cycle) -> Step:
-    slug, image = self.plan.wheels.partition('/')[2], self.plan.machine.image
-    folder = self.folder/slug
-
+    folder, image = self.folder/Path(self.plan.wheels).name, self.plan.machine.image
     python = f' --python {self.plan.python}' if self.plan.python else ''
-    return Step(f'make wheels of the kit, {slug}', (folder/'manifest.json').exists,
+    return Step(f'make wheels of the kit, {folder.name}', (folder/'manifest.json').exists,
                 lambda: build_wheels(Image.read(image, self.plan.python), folder),
                 [f'b2t kaggle wheels --image {image}{python} -o {shlex.quote(str(folder))}'])
 
 @patch
-def _push_wheels(self: Cycle) -> Step:
-    name = self.plan.wheels
+def _make_lm(self: Cycle, name: str, source: str) -> Step:
+    folder = self.folder/Path(name).name
+    place, is_public = shlex.quote(str(folder)), source in MODELS
+    last = folder/(f'{source}.arpa.gz.licence.json' if is_public else Path(source).name) # Written last
+
+    def do():
+        if is_public: return get_model(source, folder, progress=True)
+        with atomic_path(last) as partial: shutil.copyfile(source, partial)
+
+    copy = f'mkdir -p {place} && cp {shlex.quote(source)} {place}'
+    return Step(f'fetch the n-gram {source}', last.exists, do,
+                [f'b2t lm get {source} -o {place}' if is_public else copy])
+
+@patch
+def _push_dataset(self: Cycle, name: str) -> Step:
     folder = self.folder/name.partition('/')[2]
-    def missing(): return {path.name for path in folder.glob('*.whl')} - self.client.dataset_files(name)
     def state(): return self.client.dataset_state(name)
     def is_processed(): return state() in ('ready', 'failed', 'deleted')
+    def missing():
+        here = {path.name.removesuffix('.gz') for path in folder.glob('[!.]*')} - {'dataset-metadata.json'}
+        return here - {file.removesuffix('.gz') for file in self.client.dataset_files(name)}
 
     def do():
         if (before := state()) is None or is_processed():
-            write_dataset(folder, name)
-            try: self.client.push_dataset(folder, before and 'once more')
+            try: self.client.push_dataset(folder, name, before and 'once more')
             except KaggleError: # The client repeats a request whose answer was lost, and then the dataset exists
                 if before or state() is None: raise
         _wait_for(is_processed, f'dataset {name}')
@@ -281,13 +314,9 @@ def _push_wheels(self: Cycle) -> Step:
                               f'https://www.kaggle.com/datasets/{name}. The same command pushes them again')
 
     return Step(f'push the dataset {name}', lambda: state() == 'ready' and not missing(), do,
-                [f'b2t kaggle dataset {shlex.quote(str(folder))} --id {name}',
-                 f'or Create › New Dataset, named {name.partition("/")[2].replace("-", " ")!r},',
-                 f'   with the files of {folder}'])
+                [f'b2t kaggle dataset {shlex.quote(str(folder))} --id {name}'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c024
-_LEAST_HOURS = 1 # Hours of the week's quota below which no notebook is pushed
-
+# %% ../../nbs/kaggle/03_cycle.ipynb #c022
 @patch
 def _write_notebook(self: Cycle, notebook: Notebook) -> Path:
     "Write a notebook with its parameters and its metadata. Raises `ValueError` outside a checkout."
@@ -297,7 +326,7 @@ def _write_notebook(self: Cycle, notebook: Notebook) -> Path:
     if not source.is_file(): raise ValueError(f'{source}: does not exist; a cycle needs a checkout of the kit')
     content = parameterize_notebook(load_notebook_node(str(source)), notebook.parameters, kernel_name='python3',
                                     language='python')
-    target = self.folder/'push'/notebook.slug
+    target = self.folder/'push'/Path(notebook.kernel).name
     write_whole(target/source.name, json.dumps(content))
     write_kernel(target/source.name, target, notebook.kernel, self.plan.accelerator, [COMPETITION],
                  notebook.datasets, notebook.kernels)
@@ -313,28 +342,27 @@ def _hours_left(self: Cycle) -> float | None:
     image = self.plan.machine.image
     try: quota = self.client.quota_left(image)
     except RefusedError: return None
-    if quota is None or quota[0] >= _LEAST_HOURS: return quota and quota[0]
-    raise KaggleError(f'{_quota_in_words(image, *quota)}. These are too few for a notebook; run the same command again '
-                      'then')
+    if quota is None or quota[0] >= 1: return quota and quota[0]
+    raise KaggleError(f'{_quota_in_words(image, *quota)}. For a notebook these are too few; run the command again then')
 
 @patch
 def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Step:
     notebook = make()
     kernel, output = notebook.kernel, self.output(notebook)
-    folder = self.folder/'push'/notebook.slug
+    folder = self.folder/'push'/Path(notebook.kernel).name
 
     def done():
         if kernel in self.pushed: return True
         if output.exists(): return not (self.retry and problem())
         state, _ = self.client.kernel_state(kernel)
-        return state is not None and not (self.retry and state in BAD_ENDS)
+        return state is not None and not (self.retry and state in FAILED)
 
     def do():
-        for name in self.plan.datasets: # Kaggle would run the submission without one, hours later
-            try: self.client.dataset_files(name)
+        for name in self.plan.inputs: # Kaggle would run the submission without one, hours later
+            try: self.client.check_input(name)
             except RefusedError as e:
-                raise RefusedError(f'{e}. The submission needs it, so nothing is pushed; make it, or correct '
-                                   '--dataset, and run the command again') from None
+                raise RefusedError(f'{e}. The submission needs it, so nothing is pushed; make it, or correct --lm or '
+                                   '--llm, and run the command again') from None
         made = make(left=self._hours_left())
         _say(f'{kernel}: for {made.parameters["hours"]} hours on {self.plan.accelerator}')
         for old in (output, *output.parent.glob(f'{output.name}.*.part')): shutil.rmtree(old, ignore_errors=True)
@@ -343,27 +371,16 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         time.sleep(POLL) # Until then the state may be that of an earlier version
         _wait_for(lambda: self.client.kernel_state(kernel)[0] is not None, kernel)
 
-    inputs = [f'the competition {COMPETITION}', *(f'the dataset {name}' for name in notebook.datasets),
-              *(f'the output of the notebook {name}' for name in notebook.kernels)]
-    return Step(f'push {notebook.title}, {kernel}', done, do, [
+    inputs = ', '.join([COMPETITION, *notebook.datasets, *notebook.kernels])
+    return Step(f'push {kernel}', done, do, [
         f'kaggle kernels push -p {shlex.quote(str(folder))}',
-        f'or Create › New Notebook, File › Import Notebook {folder/notebook.source}.ipynb,',
-        f'   and the title {notebook.slug.replace("-", " ")!r};',
-        *(f'   Add Input: {name};' for name in inputs),
-        f'   Settings › Accelerator {self.plan.accelerator}, Internet off;',
-        '   Save Version › Save & Run All'])
+        f'or import {folder/notebook.source}.ipynb as {folder.name!r}, and add {inputs}'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c029
-@patch
-def _log(self: Cycle, kernel: str) -> list[str]:
-    "Lines of a notebook's log; none if Kaggle has none."
-    try: return log_lines(''.join(self.client.log_pieces(kernel)))
-    except RefusedError: return []
-
+# %% ../../nbs/kaggle/03_cycle.ipynb #c027
 @patch
 def _failure(self: Cycle, kernel: str, state: str, comment: str) -> KaggleError:
     "Error with the end of the log and what to do."
-    end = '\n'.join(f'    {line}' for line in self._log(kernel)[-20:] or ['(it has no log)'])
+    end = '\n'.join(f'    {line}' for line in self.client.log(kernel)[-20:] or ['(it has no log)'])
     return KaggleError(f'{kernel}: {state}{comment and f" ({comment})"}. The end of its log:\n\n{end}\n\nThe same '
                        f'command with --retry pushes it again, with the kit as it is then. Its page: {_PAGE}{kernel}')
 
@@ -373,16 +390,16 @@ def _watch(self: Cycle, kernel: str) -> None:
     in_words = {'queued': 'queued, until Kaggle has a machine', 'running': f'running; its log is at {_PAGE}{kernel}',
                 None: 'does not exist'}
     states: list[str | None] = []
-    while not states or states[-1] not in (None, 'complete', *BAD_ENDS):
+    while not states or states[-1] not in (None, 'complete', *FAILED):
         if states: time.sleep(POLL)
         try: state, comment = self.client.kernel_state(kernel)
         except UnreachableError as e: state, comment = f'state unknown ({e})', ''
         if [state] != states[-1:]: _say(f'{kernel}: {in_words.get(state, state)}')
         states.append(state)
-    if state in BAD_ENDS: raise self._failure(kernel, state, comment)
-    for line in self._log(kernel) if len(states) > 1 else (): print(f'    {line}', flush=True)
+    if state in FAILED: raise self._failure(kernel, state, comment)
+    for line in self.client.log(kernel) if len(states) > 1 else (): print(f'    {line}', flush=True)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c031
+# %% ../../nbs/kaggle/03_cycle.ipynb #c029
 @patch
 def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Iterator[Step]:
     "The steps of one notebook."
@@ -391,7 +408,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
 
     def now():
         state, comment = self.client.kernel_state(kernel)
-        if state in BAD_ENDS: return [str(self._failure(kernel, state, comment))]
+        if state in FAILED: return [str(self._failure(kernel, state, comment))]
         return [f'{f"{state} {comment}".rstrip()}; see {_PAGE}{kernel}']
 
     def fetch():
@@ -402,19 +419,16 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
         self.client.fetch_output(kernel, output)
 
     yield self._push(make, problem)
-    yield Step(f'run {notebook.title}, {kernel}',
+    yield Step(f'run {kernel}',
                lambda: output.exists() or self.client.kernel_state(kernel)[0] == 'complete',
                lambda: self._watch(kernel),
-               [f'kaggle kernels status {kernel}',
-                f'until that says COMPLETE; or see its page, {_PAGE}{kernel}'], now)
-    yield Step(f'fetch the output of {notebook.title}, {output}', lambda: output.exists() and not problem(), fetch,
-               [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}', 'or Output › Download All'],
+               [f'kaggle kernels status {kernel}', 'until that says COMPLETE'], now)
+    yield Step(f'fetch the output of {kernel}', lambda: output.exists() and not problem(), fetch,
+               [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}']*(notebook.source == 'submit'),
                lambda: [problem()] if output.exists() else [])
 
 @patch
-def _finish(self: Cycle, part: int) -> Step:
-    run = self.run_dir(part)
-
+def _finish(self: Cycle, run: Path) -> Step:
     def refuse():
         raise KaggleError(f'{run}: the training is unfinished after {batches_done(run):,} batches. With more --hours '
                           '(all parts together) it continues; --unfinished decodes the model as it is')
@@ -422,21 +436,36 @@ def _finish(self: Cycle, part: int) -> Step:
     return Step('finish the training', lambda: self.unfinished, refuse, [])
 
 @patch
-def _send(self: Cycle, part: int) -> Step:
-    "Send the CSV; its hash is in the description, by which it is found."
-    path, name, run = self.csv, self.plan.name.partition('/')[2], self.run_dir(part)
+def _vote(self: Cycle, outputs: list[Path]) -> Step:
+    "Let the sentences of submissions vote; the CSV's name has a hash of theirs."
+    runs = [str(output/'run') for output in outputs]
+    if self.client:
+        hashes = ''.join(sha256(output/'submission.csv') for output in outputs)
+        self.csv = self.folder/f'vote-of-{len(runs)}-{hashlib.sha256(hashes.encode()).hexdigest()[:8]}.csv'
+    else: self.csv = self.folder/'vote.csv'
+
+    def do():
+        lists = [(run, hypothesis_files(run, self.folder)['test']) for run in runs]
+        write_submission(self.csv, vote(read_sources_together(lists, runs)))
+
+    return Step(f'let {len(runs)} submissions vote', self.csv.exists, do,
+                [f'b2t combine-files {shlex.join(runs)} -o {shlex.quote(str(self.csv))}'])
+
+@patch
+def _send(self: Cycle, runs: list[Path]) -> Step:
+    "Send the CSV; its hash is in the description, by which it is found. The runs are those of its models."
+    path, name = self.csv, self.plan.name.partition('/')[2]
 
     def description():
-        unfinished = '' if is_finished(run) else f', unfinished training ({batches_done(run):,} batches)'
-        return f'{name} {sha256(path)[:8]}{unfinished}'
+        unfinished = [run for run in runs if not is_finished(run)]
+        note = f', unfinished training ({batches_done(unfinished[0]):,} batches)' if unfinished else ''
+        return f'{name} {sha256(path)[:8]}{note}'
 
-    def state():
-        sent = self.client.find_submission(COMPETITION, description())
-        return sent and sent.status.name
+    def sent(): return self.client.find_submission(COMPETITION, description())
+    def state(): return (s := sent()) and s.status.name
 
     def now():
-        s = self.client.find_submission(COMPETITION, description())
-        if s is None: return []
+        if (s := sent()) is None: return []
         problem = s.error_description and f': {printable(s.error_description)}'
         return [f'{s.status.name.lower()}{problem}; public score {s.public_score or "none"}, private '
                 f'{s.private_score or "none"}']
@@ -450,12 +479,10 @@ def _send(self: Cycle, part: int) -> Step:
                               'and with --retry this one again')
 
     return Step(f'send {path} to {COMPETITION}', lambda: state() not in (None, 'PENDING', 'ERROR'), do,
-                [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}',
-                 'or, on the page of the notebook, Output › submission.csv › Submit to Competition'], now)
+                [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}'], now)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c035
+# %% ../../nbs/kaggle/03_cycle.ipynb #c033
 _WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next request if Kaggle did not answer
-_MOST_TIMES = 3                  # Times that a step is done before its effect must show
 
 @patch
 def carry_out(self: Step) -> None:
@@ -465,20 +492,29 @@ def carry_out(self: Step) -> None:
     while True:
         try:
             if self.done(): return _say(f'done: {self.title}')
-            if times == _MOST_TIMES:
+            if times == 3:
                 raise KaggleError(f'{self.title}: done {times} times, without an effect that Kaggle shows')
             if times: time.sleep(POLL)
             _say(self.title)
             self.do()
             times += 1
-        except BusyError as e:
-            _say(f'{e}; trying again in {10*POLL} seconds')
-            time.sleep(10*POLL)
         except UnreachableError as e:
-            wait = next(waits, None)
+            wait = 10*POLL if e.is_busy else next(waits, None)
             if wait is None: raise UnreachableError(f'{e}. Run the same command again later') from None
             _say(f'{e}; trying again in {wait} seconds')
             time.sleep(wait)
+
+@patch
+def _change_python(self: Cycle, error: KaggleError) -> None:
+    "Plan wheels for the Python of the image that a failed notebook's log names; raises the error if it names none."
+    image, owner = self.plan.machine.image, self.plan.name.partition('/')[0]
+    python = re.search(r'wheels for Python (3\.\d+)', str(error))
+    if not python or python[1] == Image.read(image, self.plan.python).python: raise error
+    _say(f'{error}\n\nThe image has Python {python[1]}: making wheels for it, and pushing the notebook again')
+    self.plan = replace(self.plan, python=python[1], wheels=f'{owner}/{wheels_slug(image, python[1])}')
+    save_plan(self.plan, self.folder)
+    self.retry = True
+    self.pushed.clear()
 
 @patch
 def go(self: Cycle, submit: bool = False) -> Path:
@@ -486,9 +522,12 @@ def go(self: Cycle, submit: bool = False) -> Path:
     self.folder.mkdir(parents=True, exist_ok=True)
     with Lock(self.folder/'cycle.lock', f'the cycle {self.folder}'):
         try:
-            for step in self.steps(submit): step.carry_out()
+            while True:
+                try:
+                    for step in self.steps(submit): step.carry_out()
+                    return self.csv
+                except KaggleError as e: self._change_python(e)
         except Ended as e: raise Ended(e.number, 'Notebooks that were pushed continue on Kaggle.') from None
-    return self.csv
 
 @patch
 def report(self: Cycle) -> Iterator[str]:
@@ -504,11 +543,12 @@ def report(self: Cycle) -> Iterator[str]:
 
 @patch
 def by_hand(self: Cycle) -> Iterator[str]:
-    "Write the notebooks, and list the commands and clicks that do by hand what `go` does."
+    "Write the notebooks, and list the commands that do by hand what `go` does."
     parts = self.plan.n_parts or 1
-    notebooks = [*(self.plan.training(part) for part in range(1, parts + 1)), self.plan.submission(parts)]
-    for notebook in notebooks: self._write_notebook(notebook)
-    for number, step in enumerate(self.steps(submit=True), 1):
+    for seed in range(1, self.plan.seeds + 1):
+        for part in range(1, parts + 1): self._write_notebook(self.plan.training(seed, part))
+        self._write_notebook(self.plan.submission(seed, parts))
+    for number, step in enumerate((step for step in self.steps(submit=True) if step.by_hand), 1):
         yield f'{number}. {step.title[0].upper()}{step.title[1:]}'
         yield from (f'   {line}' for line in step.by_hand)
     yield f'The last cell of part {parts} must say that all batches are done. If it does not, run this command again'
