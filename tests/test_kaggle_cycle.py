@@ -409,7 +409,7 @@ def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
     "Such as those of a try: its notebooks are not pushed again."
     assert b2t(*LINE, '--set', 'train.num_training_batches=2000')[0] == 0
     status, output = b2t(*LINE)
-    assert status == 1 and "is the cycle with overrides {'train.num_training_batches': 2000}" in output, output
+    assert status == 1 and "is the cycle with overrides {'train.num_training_batches': '2000'}" in output, output
     assert 'give it another --id' in output
 
 

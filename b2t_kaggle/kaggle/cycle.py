@@ -108,7 +108,7 @@ class Plan:
         hours = self.machine.hours if self.hours is None else self.hours/self.n_parts
         before = [self.training(seed, part - 1).kernel] if part > 1 else []
         values = dict(preset=self.preset) | self._parameters(hours, left)
-        first = self.overrides.get('train.seed', Config().train.seed)
+        first = int(self.overrides.get('train.seed', Config().train.seed))
         if seed > 1: values['overrides'] = self.overrides | {'train.seed': first + seed - 1}
         return Notebook(self._kernel(seed, 'train', part), 'train', values, before, [self.wheels])
 
