@@ -125,16 +125,14 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
     name = 'imagineville-small' if lm == 'imagineville' else lm
     if name in MODELS: return f'{owner}/b2t-{name}', name
     if (path := Path(lm)).is_file(): return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
-    try: return check_id(lm), None
-    except ValueError:
-        raise click.BadParameter(f'--lm {lm}: expected a public model (`b2t lm get` lists them), a file, a dataset '
-                                 'OWNER/SLUG, or none') from None
+    if '/' in lm: return check_id(lm), None
+    raise click.BadParameter(f'--lm {lm}: expected a public model (`b2t lm get` lists them), a file, a dataset '
+                             'OWNER/SLUG, or none')
 
 @kaggle.command()
 @_on
 @preset_option(default='transformer', show_default=True,
-               help='Preset of the training. transformer: 4.60 % WER published, 1 to 2 hours on T4 x2 estimated; '
-                    'guides/a_week_on_kaggle has others, and sources.')
+               help='4.60 % WER published, 1 to 2 hours on T4 x2 estimated; others: guides/a_week_on_kaggle.')
 @click.option('--seeds', type=click.IntRange(1, 99), default=1, show_default=True,
               help='Trainings, with seeds one after the other; the sentences of several vote.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
@@ -147,10 +145,8 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
               help='Dataset or model of Kaggle (OWNER/MODEL/FRAMEWORK/VARIATION/VERSION) with an LLM that reranks the '
                    'sentences; repeat it for an adapter.')
 @click.option('--id', 'name', metavar='OWNER/SLUG',
-              help="Id of the cycle, whose notebooks are SLUG-train-1, …, SLUG-submit. Default: the client's user, and "
-                   'preset and accelerator.')
-@click.option('--python', metavar='VERSION', help="Python version of Kaggle's image, such as 3.13. Default: 3.12, or "
-                                                  'that which the log of a failed notebook names.')
+              help="Beginning of the notebooks' ids. Default: the client's user, preset and accelerator.")
+@click.option('--python', metavar='VERSION', help="Kaggle's Python. Default: 3.12, or as a failed notebook's log says.")
 @click.option('--submit', is_flag=True, help='Send the CSV to the competition.')
 @click.option('--unfinished', is_flag=True, help='Decode and send a model whose training is unfinished.')
 @click.option('--retry', is_flag=True, help='Push a failed notebook again, with the present kit.')

@@ -83,7 +83,7 @@ class LM(Stage):
         metrics = dict(words=len(words), order=lm.order)
         if report.words['val']:
             metrics['OOV'] = float(report.oov_rate['val'])
-            advice = oov_advice(metrics['OOV'], len(words))
+            advice = with_command_name(oov_advice(metrics['OOV'], len(words)))
             print(advice or f'{percent(metrics["OOV"])} of the words of val are out of vocabulary.', file=sys.stderr)
         write_whole(folder/'words.txt', '\n'.join(words))
         files = [folder/'words.txt'] if cfg.lm.path else [folder/'lm.arpa', folder/'words.txt']
