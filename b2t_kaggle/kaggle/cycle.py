@@ -59,6 +59,7 @@ class Notebook:
     kernels: list[str]         # Notebooks whose output is attached
     datasets: list[str]        # Attached datasets and models
 
+# %% ../../nbs/kaggle/03_cycle.ipynb #c008
 @dataclass(frozen=True)
 class Plan:
     "Values of a cycle; raises `ValueError` for a name that Kaggle would not accept."
@@ -120,7 +121,7 @@ class Plan:
         kernel = self._kernel(seed, 'submit', *(['llm'] if self.llms else []), *([part] if part > 1 else []))
         return Notebook(kernel, 'submit', values, [model, *before], self.inputs)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c009
+# %% ../../nbs/kaggle/03_cycle.ipynb #c011
 def wheels_slug(image: str, python: str | None = None, checkout: Path = _CHECKOUT) -> str:
     "Name of the dataset with wheels of the kit as it is now, for an image of Kaggle."
     paths = [checkout/'settings.ini', *(checkout/'b2t_kaggle').rglob('*'), *(checkout/'nbs'/'stages').glob('*.ipynb')]
@@ -148,7 +149,7 @@ def save_plan(plan: Plan, folder: Path, retry: bool = False) -> None:
             raise ValueError(f'{folder}: is the cycle with {key} {old!r}, this one has {new!r}; give it another --id')
     if before != plan: write_whole(folder/'cycle.json', json.dumps(asdict(plan), indent=1) + '\n')
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c012
+# %% ../../nbs/kaggle/03_cycle.ipynb #c014
 @dataclass
 class Step:
     "A step of a cycle."
@@ -207,7 +208,7 @@ class Cycle:
             before = output
         return run, output
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c015
+# %% ../../nbs/kaggle/03_cycle.ipynb #c017
 def training_problem(run: Path, before: Path | None = None) -> str:
     "The reason why a run cannot be continued, or empty; `before` is the run of the previous part."
     if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is not a run'
@@ -246,11 +247,10 @@ def submission_problem(folder: Path, before: Path | None = None) -> str:
     if before and left and left == unfinished_stages(before): return f'{folder}: got no further than the part before'
     return ''
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c018
+# %% ../../nbs/kaggle/03_cycle.ipynb #c020
 POLL = 30 # Seconds between two requests for a state
 
 def _say(text: str) -> None:
-    "Print at once, with the time."
     print(f'{time.strftime("%H:%M")}  {text}', flush=True)
 
 def _wait_for(is_there: Callable[[], bool], name: str) -> None:
@@ -316,7 +316,7 @@ def _push_dataset(self: Cycle, name: str) -> Step:
     return Step(f'push the dataset {name}', lambda: state() == 'ready' and not missing(), do,
                 [f'b2t kaggle dataset {shlex.quote(str(folder))} --id {name}'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c022
+# %% ../../nbs/kaggle/03_cycle.ipynb #c024
 @patch
 def _write_notebook(self: Cycle, notebook: Notebook) -> Path:
     "Write a notebook with its parameters and its metadata. Raises `ValueError` outside a checkout."
@@ -376,7 +376,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         f'kaggle kernels push -p {shlex.quote(str(folder))}',
         f'or import {folder/notebook.source}.ipynb as {folder.name!r}, and add {inputs}'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c027
+# %% ../../nbs/kaggle/03_cycle.ipynb #c029
 @patch
 def _failure(self: Cycle, kernel: str, state: str, comment: str) -> KaggleError:
     "Error with the end of the log and what to do."
@@ -399,7 +399,7 @@ def _watch(self: Cycle, kernel: str) -> None:
     if state in FAILED: raise self._failure(kernel, state, comment)
     for line in self.client.log(kernel) if len(states) > 1 else (): print(f'    {line}', flush=True)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c029
+# %% ../../nbs/kaggle/03_cycle.ipynb #c031
 @patch
 def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Iterator[Step]:
     "The steps of one notebook."
@@ -439,10 +439,8 @@ def _finish(self: Cycle, run: Path) -> Step:
 def _vote(self: Cycle, outputs: list[Path]) -> Step:
     "Let the sentences of submissions vote; the CSV's name has a hash of theirs."
     runs = [str(output/'run') for output in outputs]
-    if self.client:
-        hashes = ''.join(sha256(output/'submission.csv') for output in outputs)
-        self.csv = self.folder/f'vote-of-{len(runs)}-{hashlib.sha256(hashes.encode()).hexdigest()[:8]}.csv'
-    else: self.csv = self.folder/'vote.csv'
+    hashes = ''.join(sha256(output/'submission.csv') for output in outputs) if self.client else ''
+    self.csv = self.folder/f'vote-of-{len(runs)}-{hashlib.sha256(hashes.encode()).hexdigest()[:8]}.csv'
 
     def do():
         lists = [(run, hypothesis_files(run, self.folder)['test']) for run in runs]
@@ -481,7 +479,7 @@ def _send(self: Cycle, runs: list[Path]) -> Step:
     return Step(f'send {path} to {COMPETITION}', lambda: state() not in (None, 'PENDING', 'ERROR'), do,
                 [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}'], now)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c033
+# %% ../../nbs/kaggle/03_cycle.ipynb #c035
 _WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next request if Kaggle did not answer
 
 @patch
