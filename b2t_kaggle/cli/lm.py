@@ -171,11 +171,10 @@ def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     MODEL (a transformers folder, a GGUF file, or a name on the hub) learns the register of TEXTS (files with a sentence
     a line, or folders of sessions, of which train is text). The result is a LoRA adapter for rescore.llm, or for
     rescore.llm_adapter beside the model, to be used with rescore.end=true."""
-    from b2t_kaggle.lm.causal import choose_start, load_lm
+    from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
-    lm_and_tokenizer, sentences = load_lm(model, dtype=dtype), list(read_sentences(texts))
-    click.echo(choose_start(*lm_and_tokenizer, sentences))
-    finetune_lm(*lm_and_tokenizer, sentences, output, epochs=epochs, batch_size=batch_size, lr=lr)
+    finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
+                lr=lr)
     click.echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c029

@@ -64,10 +64,11 @@ def open_llm(run: Run, cfg: LLMConfig, prompt: int | str = 0) -> tuple[Any, Any]
     "The LLM of a group and its tokenizer, with the start, and perhaps a prompt, that suit the sentences of train."
     from b2t_kaggle.lm.causal import choose_start, open_lm
     model, tokenizer = open_lm(cfg)
-    if (run.packed_dir/'train.arrow').exists():
+    sentences = []
+    if (run.packed_dir/'train.arrow').exists(): # Runs from elsewhere may lack it
         train = run.trials('train').index
-        sentences = train.sentence[~train.is_instruction.astype(bool)]
-        print(choose_start(model, tokenizer, list(map(normalize_sentence, sentences)), prompt))
+        sentences = list(map(normalize_sentence, train.sentence[~train.is_instruction.astype(bool)]))
+    print(choose_start(model, tokenizer, sentences, prompt))
     return model, tokenizer
 
 def search_tuning(run: Run):
