@@ -11,7 +11,7 @@ import os
 
 import click
 
-from .options import FILE, refuse_options, stage_command
+from .options import FILE, stage_command
 from .run import run_from_options
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
@@ -75,7 +75,7 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
 
     A run's language model, and its LLM if it has one (rescore.llm), answer the requests of the official evaluation. The
     options of the official script are taken as well."""
-    refuse_options({'kaldi'}, 'decode.beam and decode.threshold limit the search')
+    if kaldi: raise click.UsageError('--max-active, --min-active, --beam, --lattice-beam: for Kaldi; set decode.beam')
     if gpu_number: os.environ['CUDA_VISIBLE_DEVICES'] = gpu_number
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)

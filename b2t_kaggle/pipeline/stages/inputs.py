@@ -65,15 +65,12 @@ def check_llm(cfg: Config, group: str) -> None:
         raise PipelineError(f'{group}.llm = {llm.llm}: {reason_of(e)}') from None
 
 def check_ngram(key: str, path: Path | None) -> None:
-    """Raise `PipelineError` for an n-gram model that is neither ARPA nor KenLM nor, as lm.general, CMU Sphinx's, and
-    `ImportError` for KenLM without kenlm."""
+    "Raise `PipelineError` for an n-gram model that is neither ARPA nor KenLM, `ImportError` for KenLM without kenlm."
     if path is None or not path.exists(): return
     from b2t_kaggle.lm.arpa import is_kenlm_binary, read_counts
     from b2t_kaggle.lm.ngram import NGram
-    from b2t_kaggle.lm.sphinx import is_sphinx, model_file
     with named_by(key):
-        if key == 'lm.general' and is_sphinx(path): model_file(path)
-        elif is_kenlm_binary(path): NGram.load(path)
+        if is_kenlm_binary(path): NGram.load(path)
         else: read_counts(path)
 
 def check_boost(path: Path | None) -> None:
