@@ -52,6 +52,7 @@ LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
     'ensemble': ['ensemble first --name both'],
     'sweep': ['sweep --set train.lr_max=1e-4:1e-2:log'],
     'combine-files': ['combine-files lists.jsonl -o combined.csv'],
+    'confusions': ['confusions lists.jsonl --lm lists.jsonl -o learned.json'],
     'decode-phonemes': ['decode-phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
 }
 # By parameter, the options that are added; in brackets what both calls have
@@ -83,6 +84,8 @@ VALUES = {
     'words': ['--words lists.jsonl'],
     'output': ['-o other.csv'],
     'nbest': ['--nbest 3'],
+    'texts': ['--text lists.jsonl'],
+    'llm_prompt': ['--llm-prompt 12'],
     'tune': ['--tune val'],
     'lm': ['--lm lists.jsonl'],
     'blocks': ['--blocks lists.jsonl'],
@@ -119,7 +122,7 @@ CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line i
 # What does the work, and what takes time before it
 WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.validate', 'data.list_sessions',
         'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
-TOOLS = ('combine-files', 'decode-phonemes')
+TOOLS = ('combine-files', 'confusions', 'decode-phonemes')
 VARIABLES = SPLIT_VARIABLE, 'CUDA_VISIBLE_DEVICES' # By which options reach what does the work
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
 
