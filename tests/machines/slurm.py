@@ -112,14 +112,25 @@ def seeds() -> None:
 
 def sweep() -> None:
     import optuna
-    job = call('sbatch', '--parsable', written('sweep.sh', {
-        '--array=1-8': '--array=1-2', '--trials 40': '--trials 4', ' --set weight_decay=1e-4:1e-1:log': ''}))
+    script = written('sweep.sh', {'--array=1-8': '--array=1-2', '--trials 40': '--trials 3',
+                                  ' --set weight_decay=1e-4:1e-1:log': ''})
+    job = call('sbatch', '--parsable', script)
+    wait_for(lambda: batches('search-000') >= 6, 'batch 6 of search-000')
+    lock = Path('submissions/search-000/sweep.lock').read_text()
+    os.kill(int(lock.partition('"owner": "')[2].split('-')[1]), signal.SIGKILL)
+    print(f'search-000: SIGKILL after {batches("search-000")} batches', flush=True)
     wait_for_end(f'{job}_1', f'{job}_2')
-    for file in sorted(Path().glob(f'slurm-{job}_*.out')): show(file.read_text(), 'search-')
+    job = call('sbatch', '--parsable', script)
+    wait_for_end(f'{job}_1', f'{job}_2')
+    for file in sorted(Path().glob('slurm-*.out')): show(file.read_text(), 'search-00')
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend('search.journal'))
     trials = optuna.load_study(study_name='search', storage=storage).trials
     print(f'{len(trials)} points: {", ".join(t.state.name for t in trials)}; '
-          f'search.journal has {Path("search.journal").stat().st_size} bytes')
+          f'search.journal has {Path("search.journal").stat().st_size} bytes', flush=True)
+    rate = trials[0].params['train.lr_max']
+    subprocess.run(['b2t', 'train', '--name', 'alone', *SMALL, '--set', f'lr_max={rate!r}'], check=True,
+                   capture_output=True)
+    compare('alone', 'search-000')
 
 
 def training() -> None:
