@@ -346,7 +346,7 @@ def test_help_has_a_short_line_for_each_verb_which_the_verb_itself_begins_with()
         assert VERBS[verb].get_short_help_str(200).rstrip('.') == line
     assert sorted(SECTIONS['Stages of a run']) == sorted(STAGES)
     for name, (_, line) in SECTIONS['Stages of a run'].items():
-        if name != 'ensemble': assert line[1:] == STAGES[name].does[1:]
+        if name not in ('ensemble', 'lm'): assert line[1:] == STAGES[name].does[1:]
 
 
 @pytest.mark.parametrize('group', ['audio', 'data', 'kaggle', 'lm'])

@@ -143,7 +143,7 @@ def test_who_waits_for_another_installation_says_so(tmp_path):
 
 @pytest.mark.parametrize(
     'args, status, message',
-    [((), 0, './kit run'), (('--help',), 0, './kit test'), (('rum',), 2, "unknown command 'rum'")]
+    [((), 0, './kit run'), (('--help',), 0, './kit test'), (('tset',), 2, "'tset' (did you mean ./kit test?)")]
 )
 def test_help_and_mistakes(args, status, message):
     r = kit(*args)

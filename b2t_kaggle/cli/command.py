@@ -23,7 +23,7 @@ import click
 
 import b2t_kaggle
 from b2t_kaggle.core.files import explain_error, reached_limit
-from b2t_kaggle.core.messages import command_name, did_you_mean, with_command_name
+from b2t_kaggle.core.messages import command_name, did_you_mean, printable, with_command_name
 from b2t_kaggle.devices.interrupts import Ended, ended_when_asked, noted_interrupt
 
 # %% ../../nbs/cli/00_command.ipynb #c006
@@ -104,11 +104,11 @@ def stage_verbs(
                     for path in sorted(folder.glob('*.py'))}
     names = sorted(filter(descriptions.get, descriptions), key=lambda name: (*_ORDER, name).index(name))
     lines = {name: descriptions[name][1] for name in names}
-    modules = dict(lm='lm') # Other verbs of stages are in `run`
-    return {name: (modules.get(name, 'run'), does[0].upper() + does[1:]) for name, does in lines.items()}
+    return {name: ('run', does[0].upper() + does[1:]) for name, does in lines.items()}
 
 VERBS['Stages of a run'] = stage_verbs(Path(b2t_kaggle.__file__).parent/'pipeline'/'stages') | {
-    'ensemble': ('combine', 'Average several models, as a run of its own')}
+    'ensemble': ('combine', 'Average several models, as a run of its own'),
+    'lm': ('lm', 'N-gram model and lexicon; tools: lm get|build|mix')}
 
 # %% ../../nbs/cli/00_command.ipynb #c015
 class _HelpFormatter(click.HelpFormatter):
@@ -134,12 +134,17 @@ def _open_streams() -> None:
         if isinstance(stream, io.TextIOWrapper): stream.reconfigure(errors='replace')
     if encoding := getattr(sys.stdout, 'encoding', None): os.environ['PYTHONIOENCODING'] = f'{encoding}:replace'
 
+def _shown(message: str) -> str:
+    "A message with the command as a user types it, without control characters of file names, servers and labels."
+    return '\n'.join(printable(line) for line in with_command_name(message).split('\n'))
+
 class _Main(LazyGroup):
     "Turns errors of the kit into one line and exit status 1; other errors are bugs and show their traceback."
     def main(self, *args, **options):
         _open_streams()
         # Beside other work, threads that spin at OpenMP's barriers are many times slower; read when torch is imported
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+        if not sys.stderr.isatty(): os.environ['B2T_PIPED'] = '1' # For `tqdm` of `core.messages`, also in stages
         try: return super().main(*args, **options)
         except OSError as e: # Help, or the last lines of a verb, could not be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python would fail again when it ends
@@ -160,7 +165,7 @@ class _Main(LazyGroup):
             with noted_interrupt(): click.echo(f'\n{message}', err=True) # The terminal may be gone
             raise Ended(e.number if isinstance(e, Ended) else signal.SIGINT) from None
         except click.ClickException as e:
-            e.message = with_command_name(e.message)
+            e.message = _shown(e.message)
             raise
         except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as e:
             raised_in = traceback.extract_tb(e.__traceback__)[-1].filename
@@ -168,7 +173,7 @@ class _Main(LazyGroup):
             is_systems = isinstance(e, OSError | MemoryError)
             if not (is_ours or is_systems or reached_limit(str(e))): raise
             message = str(e) if is_ours and not is_systems else explain_error(e)
-            raise click.ClickException(with_command_name(message)) from None
+            raise click.ClickException(_shown(message)) from None
 
 _SETTINGS = dict(help_option_names=['-h', '--help'], max_content_width=120, **UNDERSCORES)
 

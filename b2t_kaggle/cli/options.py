@@ -23,7 +23,7 @@ from click.core import ParameterSource
 from .command import UNDERSCORES, LazyGroup
 from ..config import PRESETS, config_fields, full_key
 from ..core.files import WriteError, check_output
-from ..core.messages import did_you_mean
+from ..core.messages import did_you_mean, near_names
 from ..pipeline.run import find_source
 from ..pipeline.stages import STAGES, PipelineError
 
@@ -115,6 +115,18 @@ class _Headed:
             with formatter.section(heading): formatter.write_dl([*filter(None, records)])
         if isinstance(self, click.Group): self.format_commands(ctx, formatter)
 
+    def parse_args(self, ctx, args):
+        words = list(args)
+        try: return super().parse_args(ctx, args)
+        except click.NoSuchOption as e:
+            word = next((w for w in words if w.startswith(e.option_name)), e.option_name) # Click reads -q of -quick
+            flags = [max(p.opts, key=len) for p in self.get_params(ctx) if isinstance(p, click.Option)]
+            choices = {key.split('.')[1]: f'--set {key}=…' for key in config_fields()}
+            choices |= {flag[2:].replace('-', '_'): flag for flag in flags}
+            near = near_names(word.strip('-').partition('=')[0].replace('-', '_'), choices)
+            hint = f'; did you mean {" or ".join(choices[name] for name in near)}?' if near else ''
+            raise click.UsageError(f'No such option {word}{hint}', ctx) from None
+
     def invoke(self, ctx):
         if ctx.params.get('reset') and not (ctx.params['preset_'] or ctx.params['config_']):
             raise click.UsageError('--reset is for --preset or --config, which replace settings; give one of them')
@@ -127,7 +139,15 @@ class _Headed:
                                        'leave one of them out')
         return super().invoke(ctx)
 
-class StageCommand(_Headed, click.Command): "A verb with the options of every stage."
+class StageCommand(_Headed, click.Command):
+    "A verb with the options of every stage."
+    allow_extra_args = True # So that click does not refuse them first
+
+    def parse_args(self, ctx, args):
+        rest = super().parse_args(ctx, args)
+        if rest: raise click.UsageError(f'found {rest[0]!r}, expected options; name a run by --name {rest[0]}', ctx)
+        return rest
+
 class StageGroup(_Headed, LazyGroup): "A group of verbs that is also the verb of a stage."
 
 _stage_option = partial(click.option, cls=StageOption)

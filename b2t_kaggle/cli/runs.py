@@ -110,14 +110,16 @@ _work_option = partial(click.option, '--work', type=FOLDER, default='data', show
 @click.command()
 @click.argument('run')
 @out_option()
+@click.option('--before', metavar='RUN', help='Run on the same trials; the page shows which ones RUN fixed and broke.')
 @_work_option()
-def errors(run, out, work):
+def errors(run, before, out, work):
     """A page of a run’s errors: sort, filter, look at trials.
 
     It is for a browser. All trials of val can be sorted and filtered; a trial shows its alignment, n-best list,
     phoneme posteriors and features. Tables count confusions, and what each stage fixed and broke."""
     from b2t_kaggle.pipeline.explore import open_run, write_errors
-    click.echo(f'Open in a browser: {write_errors(open_run(run, out, work))}')
+    path = write_errors(open_run(run, out, work), open_run(before, out, work) if before else None)
+    click.echo(f'Open in a browser: {path}')
 
 @click.command()
 @click.argument('run')

@@ -26,12 +26,11 @@ from typing import TypeVar
 from urllib.parse import quote, urljoin
 
 import requests
-from tqdm import tqdm
 from urllib3.exceptions import HTTPError, NewConnectionError
 
 from ..core.files import format_size, replaced_folder, require_space, stays_inside, write_whole
 from ..core.locks import Lock, LockedError
-from ..core.messages import printable
+from ..core.messages import printable, tqdm
 from ..core.reading import expands_too_far
 from .sessions import list_sessions
 from ..devices.processes import tied

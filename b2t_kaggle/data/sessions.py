@@ -20,11 +20,10 @@ import h5py
 import numpy as np
 import pandas as pd
 from fastcore.basics import patch
-from tqdm import tqdm
 
 from ..core import reading
 from ..core.files import atomic_path, file_state
-from ..core.messages import near_names, printable
+from ..core.messages import near_names, printable, tqdm
 from ..core.reading import MAX_BINS, MAX_LABELS, ReadError
 from ..phonemes import SIL
 

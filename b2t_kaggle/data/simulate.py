@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
 
 from ..core.files import require_space, write_whole
+from ..core.messages import tqdm
 from .sentences import Writer, read_vocabulary
 from .sessions import Trial, list_sessions, session_path, write_session
 from ..devices.machine import n_cores

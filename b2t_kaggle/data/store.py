@@ -17,11 +17,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from fastcore.basics import patch
-from tqdm import tqdm
 
 from ..config.groups import feature_indices
 from ..core.files import require_space, unchanged
-from ..core.messages import did_you_mean
+from ..core.messages import did_you_mean, tqdm
 from ..core.ragged import Ragged, RaggedError, RaggedWriter
 from b2t_kaggle.data.sessions import (
     N_FEATURES,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from ..core.files import replaced_folder, unchanged, write_whole
+from ..core.messages import tqdm
 from ..core.reading import MAX_BINS, ReadError, open_hdf5, parse_json, read_attribute
 from .matlab import MatlabError, read_matlab, write_matlab
 from .sentences import Writer

@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from ..core.ctc import check_log_probs, to_numpy
+from ..core.messages import tqdm
 from b2t_kaggle.decoding.acoustic import (
     Pronunciations,
     acoustic_scores,
@@ -308,7 +309,6 @@ def decode_all(self: LexiconBeamDecoder,
     with ThreadPoolExecutor(max(n_jobs, 1)) as pool:
         results = pool.map(decode_trial, range(n)) if n_jobs > 1 else map(decode_trial, range(n))
         if not progress: return list(results)
-        from tqdm import tqdm  # The decoder alone does not need it
         return list(tqdm(results, total=n, desc='decode', unit=' trials'))
 
 @patch

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter
-from tqdm import tqdm
 
 from ..config import DecodeConfig
 from ..core.files import write_whole
+from ..core.messages import tqdm
 from ..core.reading import read_text
 from .calibration import MIN_TRIALS
 from .decoder import LexiconBeamDecoder

@@ -23,11 +23,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from ..config import LLMConfig
 from ..core.files import WriteError, content_hashes, replaced_folder, user_cache
-from ..core.messages import printable
+from ..core.messages import printable, tqdm
 from b2t_kaggle.lm.llm import (
     ADVICE,
     LanguageModelError,

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from fastcore.basics import patch
-from tqdm import tqdm
 
 from ..core.files import atomic_path, replaced_folder
+from ..core.messages import tqdm
 from b2t_kaggle.lm.causal import (
     OVERFLOW_HINT,
     Capabilities,

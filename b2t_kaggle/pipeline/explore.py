@@ -10,7 +10,7 @@ import base64
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class ByTrial:
     def __len__(self) -> int: return len(self.items)
 
     def __getitem__(self, trial):
+        if isinstance(trial, int) and not -len(self) <= trial < len(self):
+            raise IndexError(f'there is no trial {trial} in this split, which has {len(self)}')
         if not isinstance(trial, tuple): return self.items[trial]
         rows = np.flatnonzero((self.index.session == trial[0]) & (self.index.key == trial[1]))
         if len(rows): return self.items[int(rows[0])]
@@ -88,8 +90,8 @@ def open_run(
 def table(
     self: OpenRun,
     split: str = 'val', # `val` or `test`; without references error rates are missing
-) -> pd.DataFrame: # session, key, reference, hypothesis, per, wer, edits, confidence; by the trial's number
-    "A row for each trial of a split: reference, hypothesis, error rates, and the confidence in the sentence."
+) -> pd.DataFrame: # By the trial's number
+    "A row for each trial of a split: session, key, reference, hypothesis, per, wer, edits, confidence."
     index = self._index(split)[['session', 'key', 'sentence']].rename(columns={'sentence': 'reference'})
     lists = self.run.nbest(split)
     index['hypothesis'] = [hyps[0].text for hyps in lists]
@@ -148,9 +150,12 @@ def listen(
     yield 20*n_bins, stream.finish()[0].text
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c024
-def write_errors(run: OpenRun) -> Path:
-    "Write `errors.html` into the folder of a decoded run. Raises `PipelineError` without log-probabilities of val."
-    return _write_page(run, 'errors', error_data(run))
+def write_errors(
+    run: OpenRun,
+    before: OpenRun | None = None, # Another run on the same trials, to see which of them this one fixed or broke
+) -> Path: # `errors.html` in the run's folder, or `errors_since_NAME.html`
+    "Write the page of a decoded run's errors. Raises `PipelineError` without log-probabilities of val."
+    return _write_page(run, f'errors_since_{before.name}' if before else 'errors', error_data(run, None, before))
 
 def _write_page(run: OpenRun, name: str, shown: dict) -> Path:
     template = (Path(__file__).parent/'errors.html').read_text(encoding='utf-8')
@@ -162,12 +167,12 @@ def _write_page(run: OpenRun, name: str, shown: dict) -> Path:
 # %% ../../nbs/pipeline/13_explore.ipynb #c025
 N_BEST = 5        # Hypotheses of each trial
 FEATURE_ROWS = 16 # Groups of neighbouring features in a picture
-N_COLUMNS = 64    # Columns of a picture, at most
+N_COLUMNS = 48    # Columns of a picture, at most
 
 def _base64(values: np.ndarray) -> str: return base64.b64encode(np.uint8(values).tobytes()).decode()
 
 def feature_picture(features: np.ndarray) -> str:
-    "Features [T, F] as 16 rows of at most 64 means in bytes; 128 is 0, and 32 is a standard deviation."
+    "Features [T, F] as 16 rows of at most 48 means in bytes; 128 is 0, and 32 is a standard deviation."
     rows = np.array_split(np.asarray(features, np.float32), FEATURE_ROWS, axis=1)
     means = np.stack([r.mean(1) for r in rows])
     columns = np.array_split(means, min(N_COLUMNS, means.shape[1]), axis=1)
@@ -182,34 +187,44 @@ def frame_picture(log_probs: np.ndarray) -> str:
     return _base64(np.stack([best[:, 0], 255*probs[:, 0], best[:, 1], 255*probs[:, 1]], axis=1).round())
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c027
-def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str]]:
-    "Alignment as pairs of reference and hypothesis; '' for an insertion or a deletion."
-    pairs = []
+def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str] | str]:
+    "Alignment as pairs of reference and hypothesis, '' for an insertion or a deletion, or one word if they are equal."
+    pairs: list[list[str] | str] = []
     for op in Levenshtein.opcodes(reference, hypothesis):
         aligned = zip_longest(reference[op.src_start:op.src_end], hypothesis[op.dest_start:op.dest_end], fillvalue='')
-        pairs += map(list, aligned)
+        pairs += [list(pair) if pair[0] != pair[1] else pair[0] for pair in aligned]
     return pairs
 
-def _stage_changes(run: OpenRun, trials: pd.DataFrame) -> dict[str, list]:
-    "For each stage that changes sentences, and each trial: the sentence before and after, and the errors of both."
+def _changes(run: OpenRun, trials: pd.DataFrame, before: OpenRun | None) -> dict[str, list]:
+    """For the n-gram, each stage that changes sentences, and a run before this one: of each trial the sentence without
+    and with it, and the errors of both. Without the n-gram, the sentence with the best acoustic score is taken."""
     stages = [s for s in plan(run.run.cfg) if STAGES[s].writes.kind == STAGES['decode'].writes.kind]
-    stages = [s for s in stages if run.run.nbest_path('val', s).exists()]
-    lists = {s: run.run.nbest('val', s) for s in stages}
-    texts = {s: [lists[s][int(i)][0].text for i in trials.index] for s in stages}
-    errors = {s: [c.edits for c in word_errors(trials.reference.tolist(), texts[s])] for s in stages}
-    return {after: list(zip(texts[before], texts[after], errors[before], errors[after]))
-            for before, after in zip(stages, stages[1:])}
+    lists = {s: run.run.nbest('val', s) for s in stages if run.run.nbest_path('val', s).exists()}
+    def best(lists): return [lists[int(i)][0].text for i in trials.index]
+    texts = {s: best(lists[s]) for s in lists}
+    pairs = {f'{s} (LLM)' if STAGES[s].uses_llm else s: (texts[earlier], texts[s]) for earlier, s in pairwise(texts)}
+    if 'decode' in lists:
+        heard = [max(lists['decode'][int(i)], key=lambda h: h.acoustic).text for i in trials.index]
+        pairs = {'n-gram': (heard, texts['decode'])} | pairs
+    if before:
+        names = ['session', 'key']
+        if not run._index('val')[names].equals(before._index('val')[names]):
+            raise PipelineError(f'{before.name} has other trials of val than {run.name}, expected the same')
+        pairs[f'{before.name} → {run.name}'] = best(before.nbest('val')), list(texts.values())[-1]
+    def edits(texts): return [c.edits for c in word_errors(trials.reference.tolist(), texts)]
+    return {name: list(zip(*pair, *map(edits, pair))) for name, pair in pairs.items()}
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c029
 def error_data(
     run: OpenRun,            # Decoded run
     only: int | None = None, # Number of a trial to take alone
+    before: OpenRun | None = None, # Another run on the same trials
 ) -> dict:
     """Everything of a decoded run that the page shows, as JSON can hold it.
 
-    Raises `PipelineError` without log-probabilities of val."""
+    Raises `PipelineError` without log-probabilities of val, or if the run before has other trials."""
     results = run_results(run.run)
-    changes = _stage_changes(run, results)
+    changes = _changes(run, results, before)
     lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')
     times = frame_times(log_probs.items.provenance)
     errors = measure(results)
@@ -229,9 +244,9 @@ def error_data(
             sounds=_pairs(row.phonemes.split(), row.greedy.split()),
             nbest=[[n if n is None or isinstance(n, str) else round(n, 3) for n in entry] for entry in nbest],
             times=[[w.text, round(w.start_ms), round(w.end_ms), round(w.confidence, 3)] for w in words or []],
-            before={stage: changed[place] for stage, changed in changes.items()},
+            changes={name: changed[place] for name, changed in changes.items()},
             features=feature_picture(trials[i].features), frames=frame_picture(log_probs[i])))
-    return dict(run=run.name, classes=list(PHONEMES), feature_rows=FEATURE_ROWS, stages=list(changes), trials=rows,
+    return dict(run=run.name, classes=list(PHONEMES), feature_rows=FEATURE_ROWS, changes=list(changes), trials=rows,
                 frame_ms=times.in_ms()['frame_ms'] if times else None)
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c031

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 import b2t_kaggle
@@ -94,11 +95,11 @@ def plot_sessions(sessions: pd.DataFrame):
     "Draw error rates and their intervals by session; returns the figure."
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(9, 3.2))
-    for name in (PER, WER):
+    for name, shift in ((PER, -.15), (WER, .15)): # So that intervals do not overlap
         rates = [[100*v for v in rate] for rate in sessions[name]]
         below_and_above = list(zip(*[(value - low, high - value) for value, low, high in rates]))
-        ax.errorbar(sessions.index, [value for value, *_ in rates], below_and_above, fmt='o', label=name)
-    ax.tick_params(axis='x', rotation=90)
+        ax.errorbar(np.arange(len(rates)) + shift, [value for value, *_ in rates], below_and_above, fmt='o', label=name)
+    ax.set_xticks(range(len(sessions)), sessions.index, rotation=90)
     ax.set(ylabel='% errors', ylim=(0, 110*max(rate.high for name in (PER, WER) for rate in sessions[name]) or 1))
     ax.legend(ncols=2, loc='lower right', bbox_to_anchor=(1, 1)) # Above the rates
     return fig
@@ -124,7 +125,8 @@ def example_trials(results: pd.DataFrame, n: int = 5) -> str:
     between = wrong[:-n]
     kinds = {'Best': order[:n], 'In the middle': between[max(0, (len(between) - n)//2):][:n],
              'Most errors': wrong[:-n - 1:-1]}
-    about = 'The reference, <del>missing words</del>, and <ins>wrong or extra words</ins>.'
+    about = ('<a href="errors.html">All trials can be sorted, filtered and opened</a>. Here: the reference, '
+             '<del>missing words</del>, and <ins>wrong or extra words</ins>.')
     if 'confidences' in results: about += ' The less certain a word of the hypothesis, the darker its shade.'
     return f'<p>{about}</p>\n' + ''.join(
         f'<h3>{title}</h3>\n{"".join(_trial(results.iloc[i], errors[i]) for i in trials)}'

@@ -15,10 +15,10 @@ import torch
 from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
-from tqdm import tqdm
 
 from ..config import Config, InferConfig
 from ..core.ctc import frames_needed, greedy
+from ..core.messages import tqdm
 from ..data.sessions import participant_of
 from ..data.store import TrialStore
 from ..devices.torch import pick_torch

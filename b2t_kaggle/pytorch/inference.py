@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..config import Config, TrainConfig
 from ..core.ctc import collapse
+from ..core.messages import tqdm
 from ..data.batches import Batch, Batcher, evaluation_batches, prefetch
 from ..data.store import TrialStore
 from ..devices.torch import pick_torch

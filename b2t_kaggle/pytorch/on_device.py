@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
-from tqdm import tqdm
 
 from ..config import Config
+from ..core.messages import tqdm
 from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batches, prefetch
 from ..data.sessions import participant_of
 from ..data.store import TrialStore

@@ -19,10 +19,10 @@ import numpy as np
 import pandas as pd
 from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
-from tqdm import tqdm
 
 from b2t_kaggle.config import RescoreConfig
 from b2t_kaggle.core.files import write_whole
+from b2t_kaggle.core.messages import tqdm
 from b2t_kaggle.core.reading import parse_json, read_text
 from b2t_kaggle.decoding.nbest import Hypothesis, LLMHypothesis
 from b2t_kaggle.lm.automaton import Automaton

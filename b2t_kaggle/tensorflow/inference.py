@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from rapidfuzz.distance import Levenshtein
-from tqdm import tqdm
 
 from ..config import Config
 from ..core.ctc import collapse
+from ..core.messages import tqdm
 from ..data.batches import Batcher, evaluation_batches
 from ..data.store import TrialStore
 from ..logits import LogitStore

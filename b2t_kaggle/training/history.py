@@ -16,6 +16,7 @@ from ..config import TrainConfig
 from ..core.files import atomic_path
 from ..core.reading import ReadError
 from ..data.sessions import participant_of
+from ..metrics import percent
 
 # %% ../../nbs/training/03_history.ipynb #c005
 def summarize(
@@ -150,7 +151,8 @@ def plot_history(
         for name in norms: axes[-1].plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
         axes[-1].set(xlabel='batch', ylabel='gradient norm', yscale='log')
         axes[-1].legend()
-    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
+    single = f'PER {percent(val.val_per.iloc[0])}' if len(val) == 1 else ''
+    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label=single or 'PER')
     if 'val_wer' in val: errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
     errors.legend()
     top = 1.1*errors.dataLim.ymax if len(val) else None

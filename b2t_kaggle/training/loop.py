@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from fastcore.basics import patch
-from tqdm import tqdm
 
 from ..config import Config
+from ..core.messages import tqdm
 from ..data.store import TrialStore
 from ..devices.interrupts import noted_interrupt
 from ..metrics import percent

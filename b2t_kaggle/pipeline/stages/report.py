@@ -29,6 +29,7 @@ class Report(Stage):
         from b2t_kaggle.metrics.comparison import PER, WER, measure, write_results
         from b2t_kaggle.pipeline import report
         from b2t_kaggle.pipeline.decoder import search_tuning
+        from b2t_kaggle.pipeline.explore import OpenRun, write_errors
         from b2t_kaggle.pipeline.results import RESULTS, run_results
         from b2t_kaggle.pipeline.stages import plan
         from b2t_kaggle.pipeline.stamps import StageRun
@@ -54,6 +55,7 @@ class Report(Stage):
         if results is not None:
             files.append(run.dir/RESULTS)
             write_results(files[1], results)
+            files.append(write_errors(OpenRun(run)))
             metrics = {name: total(counts).rate for name, counts in measure(results).items() if name in (PER, WER)}
         return Result(files, metrics, details=dict(sections=sections))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
+from ...core.messages import tqdm
 from ...core.ragged import Ragged, RaggedWriter
 from ...core.reading import ReadError, check_link, open_hdf5, read_attribute
 from ...data.sessions import list_sessions, session_path
