@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['compare']
 
-# %% ../../nbs/cli/08_compare.ipynb #c002
+# %% ../../nbs/cli/08_compare.ipynb #c
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import pandas as pd
 
 from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width, text_option
-from b2t_kaggle.core.messages import counted
+from b2t_kaggle.core.messages import counted, printable
 from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.lm.corpus import read_sentences
 from b2t_kaggle.metrics import comparison
@@ -21,7 +22,7 @@ from b2t_kaggle.pipeline.results import RESULTS
 from b2t_kaggle.pipeline.run import Run, hypothesis_files
 from b2t_kaggle.rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
 
-# %% ../../nbs/cli/08_compare.ipynb #c005
+# %% ../../nbs/cli/08_compare.ipynb #c
 def _run_results(folder: Path) -> dict[str, list[dict]]:
     """A run's results by its name, which has a mark if weights were tuned on these sentences.
 
@@ -73,7 +74,7 @@ def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[di
             systems[next(n for n in names if n not in systems)] = rows
     return systems
 
-# %% ../../nbs/cli/08_compare.ipynb #c008
+# %% ../../nbs/cli/08_compare.ipynb #c
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
     "The sentence of each trial, if known. Raises `ClickException` if `--truth` has a different one."
     given = {name: t.reference for name, t in read_hypotheses(truth).trials.items()} if truth else {}
@@ -103,13 +104,22 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | N
         if texts: tables[name] = comparison.with_seen(tables[name], read_sentences(texts))
     return comparison.same_trials(tables)
 
-# %% ../../nbs/cli/08_compare.ipynb #c011
+# %% ../../nbs/cli/08_compare.ipynb #c
 _MOST = 4 # Systems after the first one that are shown group by group
 
 _NOTES = '''A − B: the error rate of A minus the rate of B, negative if A has fewer errors. In parentheses: 95 %
 intervals of the paired bootstrap over trials. A star: the interval of a difference in ten trials or more excludes zero;
 of twenty groups, one has a star by chance. Clear there from: 1.96 · s · √(n · L) words, with the standard error s of
 the difference on the n words here, and the L words of the leaderboard.'''
+
+def _examples(first: str, name: str, changed: pd.DataFrame, n: int = 3) -> str:
+    "Number of trials that a system fixed and broke, and the clearest ones."
+    fixed, broke = changed[changed['more errors'] < 0], changed[changed['more errors'] > 0]
+    lines = [f'{name} has fewer errors than {first} in {counted(len(fixed), "trial")} and more in {len(broke):,}.']
+    for trial, row in pd.concat([fixed[:n], broke[::-1][:n]]).iterrows():
+        lines.append(f'  trial {trial}, {row["more errors"]:+} errors: {row.reference}')
+        lines += [f'    {system}: {row[system]}' for system in (first, name)]
+    return '\n'.join(map(printable, lines))
 
 @click.command()
 @click.argument('sources', nargs=-1, required=True, metavar='RUN_OR_FILE...')
@@ -121,9 +131,10 @@ the difference on the n words here, and the L words of the leaderboard.'''
 def compare(sources, truth, blocks, texts, out):
     """Compare runs or files of hypotheses, with intervals.
 
-    Word and phoneme error rates by corpus, length, seen or unseen sentence and session, and differences from the first
-    one. RUN_OR_FILE is a run whose report is done (its name or folder), or a file of hypotheses of the same trials
-    (.jsonl in the kit's form, a submission .csv, sentences .txt), in which each system is compared."""
+    Word and phoneme error rates by corpus, length, seen or unseen sentence and session, differences from the first one,
+    and trials that the others fixed and broke (`b2t errors RUN --before FIRST` shows all of them). RUN_OR_FILE is a run
+    whose report is done (its name or folder), or a file of hypotheses of the same trials (.jsonl in the kit's form, a
+    submission .csv, sentences .txt), in which each system is compared."""
     systems = _systems(sources, out, truth)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
@@ -137,5 +148,7 @@ def compare(sources, truth, blocks, texts, out):
         for name, table in parts.items():
             text = comparison.as_text(table).to_string(line_width=terminal_width())
             click.echo(f'\n{heading}: {name}\n{text}')
+    for name in later[:_MOST]:
+        click.echo('\n' + _examples(first, name, comparison.changed_trials({n: tables[n] for n in (first, name)})))
     click.echo(f'\n{_NOTES}')
     if len(later) > _MOST: click.echo(f'By group: the first {_MOST} of {len(later)} systems.')

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WER', 'PER', 'PER_WITHOUT_SIL', 'results_of', 'write_results', 'read_results', 'same_trials', 'measure', 'are_seen',
            'with_seen', 'seen_rates', 'trial_groups', 'result_table', 'as_text', 'summary_tables', 'comparison_tables',
-           'verdict']
+           'changed_trials', 'verdict']
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c002
 import json
@@ -230,6 +230,17 @@ def comparison_tables(
     return tables
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c023
+def changed_trials(
+    results: Mapping[str, pd.DataFrame], # Two tables of `same_trials` by system
+) -> pd.DataFrame: # `reference`, the sentence of each system and `more errors`, by trial
+    "Trials in which two systems have different numbers of word errors, beginning with gains of the second one."
+    edits = [np.array([c.edits for c in word_errors(t['reference'], t['text'])]) for t in results.values()]
+    columns = {name: table['text'] for name, table in results.items()}
+    table = pd.DataFrame({'reference': next(iter(results.values()))['reference'], **columns})
+    table['more errors'] = edits[1] - edits[0]
+    return table[table['more errors'] != 0].sort_values('more errors', kind='stable')
+
+# %% ../../nbs/metrics/02_comparison.ipynb #c026
 def verdict(
     results: Mapping[str, pd.DataFrame], # Tables of `same_trials` by system
 ) -> str:
