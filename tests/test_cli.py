@@ -116,6 +116,7 @@ VALUES = {
     'llm_adapter': ['--llm-adapter sessions'],
     'dtype': ['--dtype bfloat16'],
     'classes': ['--classes sil-first'],
+    'before': ['--before first'],
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
