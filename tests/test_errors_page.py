@@ -52,7 +52,7 @@ def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):
 def test_text_of_a_trial_is_no_markup(run, monkeypatch):
     data = explore.error_data(run)
     data['trials'][0]['text'] = '</script><b>x</b>'
-    monkeypatch.setattr(explore, 'error_data', lambda _: data)
+    monkeypatch.setattr(explore, 'error_data', lambda *_: data)
     path = explore.write_errors(run)
     assert '</script><b>' not in path.read_text()
 
@@ -97,6 +97,8 @@ def test_trials_can_be_sorted_filtered_and_opened(run, page):
         session = b.run("form.edits.value = 0; form.session.selectedIndex = 1; "
                         "form.dispatchEvent(new Event('input')); return form.session.value")
         assert set(b.run(column(1))) == {session}
+        kinds = b.run("return [...form.change.options].map(o => o.textContent)")
+        assert kinds[1:] == ['n-gram: changed', 'n-gram: fixed', 'n-gram: broke']
         b.run(OPEN)
         assert b.run("return !find('trial').hidden && find('trial').querySelectorAll('canvas').length") == 2
         number = b.run(column(0))[0]

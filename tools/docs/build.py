@@ -1,5 +1,6 @@
 """The documentation site: one page for each notebook, with what its examples print and draw, and the API by names."""
 import ast
+import base64
 import html
 import json
 import os
@@ -231,6 +232,8 @@ def landing(overview: Page, picture: str) -> Page:
     body = re.sub('<h1.*?</h1>', '', overview.body, count=1, flags=re.DOTALL)
     body = re.sub('<blockquote>.*?</blockquote>', '', body, count=1, flags=re.DOTALL)
     body = re.sub(r'<p>\s*<a [^>]*>\s*<img .*?</p>', '', body, count=1, flags=re.DOTALL)   # badges, from elsewhere
+    report = base64.b64encode((NBS/'report.png').read_bytes()).decode()
+    body = body.replace('src="nbs/report.png"', f'class="plot" src="data:image/png;base64,{report}"')
     hero = (f'<div class="hero"><h1>{TITLE}</h1><p class="lead">{about}</p>\n<pre><code>./kit run</code></pre>\n'
             '<p>Simulates a participant, trains, decodes, and leaves <code>submissions/demo/submission.csv</code>, '
             'checked, and <code>report.html</code>, the page of the run.</p></div>\n')
