@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['compare']
 
-# %% ../../nbs/cli/08_compare.ipynb #c
+# %% ../../nbs/cli/08_compare.ipynb #c002
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from b2t_kaggle.pipeline.results import RESULTS
 from b2t_kaggle.pipeline.run import Run, hypothesis_files
 from b2t_kaggle.rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
 
-# %% ../../nbs/cli/08_compare.ipynb #c
+# %% ../../nbs/cli/08_compare.ipynb #c005
 def _run_results(folder: Path) -> dict[str, list[dict]]:
     """A run's results by its name, which has a mark if weights were tuned on these sentences.
 
@@ -74,7 +74,7 @@ def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[di
             systems[next(n for n in names if n not in systems)] = rows
     return systems
 
-# %% ../../nbs/cli/08_compare.ipynb #c
+# %% ../../nbs/cli/08_compare.ipynb #c008
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
     "The sentence of each trial, if known. Raises `ClickException` if `--truth` has a different one."
     given = {name: t.reference for name, t in read_hypotheses(truth).trials.items()} if truth else {}
@@ -104,7 +104,7 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | N
         if texts: tables[name] = comparison.with_seen(tables[name], read_sentences(texts))
     return comparison.same_trials(tables)
 
-# %% ../../nbs/cli/08_compare.ipynb #c
+# %% ../../nbs/cli/08_compare.ipynb #c011
 _MOST = 4 # Systems after the first one that are shown group by group
 
 _NOTES = '''A − B: the error rate of A minus the rate of B, negative if A has fewer errors. In parentheses: 95 %

@@ -181,8 +181,8 @@ def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
 _TOOLS = {c.name: ('lm', c.get_short_help_str(99).rstrip('.'))
           for c in (clean, build, import_model, interpolate, prune, report, get, finetune)}
 
-@stage_command(cls=StageGroup, help=stage_help('lm'), sections={'Tools for any text': _TOOLS},
-               invoke_without_command=True)
+@stage_command(cls=StageGroup, help=stage_help('lm'), short_help='N-gram model and lexicon; tools: lm get|build|mix',
+               sections={'Tools for any text': _TOOLS}, invoke_without_command=True)
 @click.pass_context
 def lm(ctx, force, **options):
     if ctx.invoked_subcommand is None: return run_until('lm', force, **options)

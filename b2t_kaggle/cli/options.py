@@ -117,15 +117,17 @@ class _Headed:
 
     def parse_args(self, ctx, args):
         words = list(args)
-        try: return super().parse_args(ctx, args)
+        try: rest = super().parse_args(ctx, args)
         except click.NoSuchOption as e:
             word = next((w for w in words if w.startswith(e.option_name)), e.option_name) # Click reads -q of -quick
-            flags = [max(p.opts, key=len) for p in self.get_params(ctx) if isinstance(p, click.Option)]
-            choices = {key.split('.')[1]: f'--set {key}=…' for key in config_fields()}
-            choices |= {flag[2:].replace('-', '_'): flag for flag in flags}
+            choices = {key.split('.')[1]: f'--set {key}=…' for key in config_fields()} | {
+                flag[2:].replace('-', '_'): flag for p in self.params for flag in p.opts}
             near = near_names(word.strip('-').partition('=')[0].replace('-', '_'), choices)
             hint = f'; did you mean {" or ".join(choices[name] for name in near)}?' if near else ''
             raise click.UsageError(f'No such option {word}{hint}', ctx) from None
+        if rest and not isinstance(self, click.Group):
+            raise click.UsageError(f'found {rest[0]!r}, expected options; name a run by --name {rest[0]}', ctx)
+        return rest
 
     def invoke(self, ctx):
         if ctx.params.get('reset') and not (ctx.params['preset_'] or ctx.params['config_']):
@@ -141,12 +143,7 @@ class _Headed:
 
 class StageCommand(_Headed, click.Command):
     "A verb with the options of every stage."
-    allow_extra_args = True # So that click does not refuse them first
-
-    def parse_args(self, ctx, args):
-        rest = super().parse_args(ctx, args)
-        if rest: raise click.UsageError(f'found {rest[0]!r}, expected options; name a run by --name {rest[0]}', ctx)
-        return rest
+    allow_extra_args = True # Otherwise click refuses them without a hint
 
 class StageGroup(_Headed, LazyGroup): "A group of verbs that is also the verb of a stage."
 

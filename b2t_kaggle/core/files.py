@@ -26,6 +26,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PureWindowsPath
 
+from b2t_kaggle.core.messages import tqdm
+
 # %% ../../nbs/core/02_files.ipynb #c008
 @cache
 def _place() -> str:
@@ -384,7 +386,6 @@ def content_hashes(paths: Iterable[str | Path]) -> list[str]:
     """SHA-256 of each file's whole content, in hexadecimal; shows progress if reading takes a few seconds.
 
     A file of 16 MiB or more is read once, and again if its size, its times or its inode has changed."""
-    from tqdm import tqdm
     digests = []
     for file in tqdm(list(map(Path, paths)), 'hashing files', delay=2):
         note = _hash_note(file)

@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 
 import requests
 from fastcore.basics import patch
-from tqdm import tqdm
 from urllib3.exceptions import HTTPError
 
 from ..core.files import stays_inside, write_whole
-from ..core.messages import printable
+from ..core.messages import printable, tqdm
 from ..data.download import DownloadError, RemoteFile, download
 from ..devices.kaggle_machines import kaggle_accelerator
 

@@ -117,14 +117,11 @@ def group_section(results: pd.DataFrame) -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c018
 def example_trials(results: pd.DataFrame, n: int = 5) -> str:
-    "Good, middling and bad trials, at most `n` of each, with reference and hypothesis in one line."
+    "Good and bad trials, at most `n` of each, with reference and hypothesis in one line."
     errors = measure(results)[WER]
     order = sorted(range(len(results)), key=lambda i: (errors[i].edits, -errors[i].length))
     n = min(n, max(1, len(order)//3))
-    wrong = [i for i in order[n:] if errors[i].edits]
-    between = wrong[:-n]
-    kinds = {'Best': order[:n], 'In the middle': between[max(0, (len(between) - n)//2):][:n],
-             'Most errors': wrong[:-n - 1:-1]}
+    kinds = {'Best': order[:n], 'Most errors': [i for i in order[n:] if errors[i].edits][:-n - 1:-1]}
     about = ('<a href="errors.html">All trials can be sorted, filtered and opened</a>. Here: the reference, '
              '<del>missing words</del>, and <ins>wrong or extra words</ins>.')
     if 'confidences' in results: about += ' The less certain a word of the hypothesis, the darker its shade.'
@@ -136,16 +133,12 @@ def _trial(row: pd.Series, errors: ErrorCounts) -> str:
     words, hypothesis = (normalize_sentence(t).split() for t in (row.reference, row.text))
     sure = row.get('confidences') or []
     if len(sure) != len(hypothesis): sure = [] # Normalising may join or divide words
-    facts = [f'trial {row.name}']
-    if 'session' in row: facts.append(str(row.session))
-    if 'block' in row: facts.append(f'block {row.block}')
-    facts.append(f'{errors.edits} of {errors.length} words')
-    html_text = (f'<p>{aligned(words, hypothesis, sure)}</p>\n'
-                 f'<p class="faint">{html.escape(" · ".join(facts))}</p>')
-    if 'greedy' in row:
-        sounds = aligned(str(row.phonemes).split(), str(row.greedy).split())
-        html_text += f'<details class="phonemes"><summary>phonemes</summary><p>{sounds}</p></details>'
-    return f'<div class="trial">{html_text}</div>\n'
+    facts = [f'{errors.edits} of {errors.length} words']
+    if 'block' in row: facts.insert(0, f'block {row.block}')
+    if 'session' in row: facts.insert(0, str(row.session))
+    link = f'<a href="errors.html#trial-{row.name}">trial {row.name}</a>'
+    return (f'<div class="trial"><p>{aligned(words, hypothesis, sure)}</p>\n'
+            f'<p class="faint">{link} · {html.escape(" · ".join(facts))}</p></div>\n')
 
 # %% ../../nbs/pipeline/05_report.ipynb #c021
 def duration(seconds: float) -> str:
