@@ -173,7 +173,7 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
     dataset, source = (None, None) if cfg.lm.path or cfg.lm.general else _ngram(lm, owner)
     if lm == 'none': click.echo(_NO_LM, err=True)
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
-    save_plan(plan, folder, retry)
+    if owner != 'OWNER': save_plan(plan, folder, retry)
     cycle = Cycle(plan, folder, client, retry, unfinished)
     if is_printed:
         if owner == 'OWNER': click.echo('OWNER is your name on Kaggle: give --id NAME/… before you push anything')
