@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from unittest.mock import patch
 
 import jiwer
 import numpy as np
 import psutil
 import pytest
 import yaml
+from checkouts import ROOT, cells_of_page
 from click.testing import CliRunner
 from killed import LIMIT
 
@@ -126,6 +128,31 @@ def test_a_run_leaves_everything(finished):
     assert yaml.safe_load((run/'config.yaml').read_text())['model']['n_units'] == 16
     metrics = {p.stem: json.loads(p.read_text())['metrics'] for p in (run/'stages').glob('*.json')}
     assert 0 < metrics['infer']['PER'] <= 2 and 0 <= metrics['decode']['WER'] <= 2
+
+
+def test_a_plugin_trains_a_variant(finished, tmp_path, monkeypatch):
+    "A loss, an augmentation and a stage of a file; without `--plugin` the run executes no code of it."
+    base, options, _ = finished
+    file, pages = tmp_path/'mine.py', dict(your_own_idea='plugin', adding_a_stage='stage')
+    cells = [cell for page, tag in pages.items() for cell in cells_of_page(ROOT/f'nbs/guides/{page}.ipynb', tag)]
+    file.write_text('\n'.join(cells))
+    executed, by_papermill = [], pipeline.execute
+    def execute(run, name):
+        executed.append(name)
+        (by_papermill if name == 'risk' else execute_here)(run, name)
+    monkeypatch.setattr(pipeline, 'execute', execute)
+    mine = [*options[:-1], 'mine']
+    with patch.dict(os.environ), patch.dict(STAGES):
+        r = command('run', *mine, '--from', 'small', '--plugin', file)
+        assert r.exit_code == 0 and executed == 'train infer decode risk submit report'.split(), r.output
+    columns = (base.parent/'mine'/'train'/'history.csv').read_text().splitlines()[0].split(',')
+    assert {'change', 'val_change'} <= set(columns)
+    r = command('run', *mine)
+    assert r.exit_code == 1 and f'add --plugin {file}' in r.output, r.output
+    file.write_text(file.read_text() + '\n# Another text\n')
+    with patch.dict(os.environ), patch.dict(STAGES):
+        r = command('train', *mine, '--plugin', file)
+        assert executed[6:] == ['train'] and 'parameters changed: plugin/mine.py' in r.output, r.output
 
 
 def test_nothing_is_done_twice(finished):

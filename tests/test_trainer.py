@@ -17,6 +17,7 @@ from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pipeline.frameworks import train as train_any
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_atomic, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
@@ -710,6 +711,25 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
     assert b.val_loss[12] == pytest.approx(a.val_loss[12], rel=1e-4)
     a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
     for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
+
+
+def change(logits, frames): return dict(change=logits.float().softmax(-1).diff(dim=1).square().sum((1, 2))/frames)
+def louder(features): return 1.2*features
+
+
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
+def test_a_term_and_an_augmentation_of_ones_own(stores, tmp_path, precision):
+    "Both have an effect, the term has its curves, in two views too, and a run continues only with the same functions."
+    few = dict(num_training_batches=4, batches_per_val_step=2, batches_per_save=2, precision=precision, cr_ctc=.2)
+    runs = dict(plain={}, term=dict(loss=change), both=dict(loss=change, augment=louder))
+    for name, own in runs.items(): train_any(*stores, config(**few), tmp_path/name, progress=False, **own)
+    plain, term, both = (read_history(tmp_path/name/'history.csv').iloc[-1] for name in runs)
+    assert len({plain.loss, term.loss, both.loss}) == 3
+    assert 0 < term.change < term.loss and term.val_loss > term.val_change > 0
+    if precision != 'float32': return
+    assert train_any(*stores, config(**few), tmp_path/'term', progress=False, loss=change)['finished']
+    with pytest.raises(TrainingError, match='this run cannot continue, because plugin was .{12}, is now'):
+        train_any(*stores, config(**few), tmp_path/'term', progress=False, loss=lambda logits: change(logits, 1))
 
 
 def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):

@@ -47,7 +47,7 @@ def run_folder(*, name: str | None, out: Path, output_dir: Path | None = None, d
 # %% ../../nbs/cli/03_run.ipynb #c007
 def run_from_options(
     *, preset_, config_, data, overrides, out, work, name=None, output_dir=None, from_=None, until=None, force=(),
-    reset=False, must_exist=False,
+    reset=False, must_exist=False, plugin=None,
 ) -> Run:
     "The run that these options describe. Raises `ConfigError`, or `click.UsageError` for options without effect."
     base = preset_ or ('official' if data or config_ else 'demo')
@@ -56,18 +56,18 @@ def run_from_options(
     if from_:
         if not (name or output_dir): raise click.UsageError('--from makes another run; name it with --name')
         if preset_ or config_: raise click.UsageError('--from has settings already; leave out --preset and --config')
-        return _open_variant(from_, folder, work, overrides, until, force)
+        return _open_variant(from_, folder, work, overrides, until, force, plugin)
     exists = (folder/'config.yaml').exists()
-    if exists and not (preset_ or config_): return Run(folder, work, overrides, save=False)
+    if exists and not (preset_ or config_): return Run(folder, work, overrides, save=False, plugin=plugin)
     if must_exist and not exists and (name or output_dir) and not (preset_ or config_ or data):
         source_path(str(folder), folder.parent, f' (--{"output-dir" if output_dir else "name"}): there is no such run',
                     files=False) # Raises, and suggests runs with similar names
     cfg = load_config(config_, base=base, overrides=overrides)
     if config_ and (unused := unused_keys(read_yaml_file(config_))):
         click.echo(f'{config_}: keys without effect here: {", ".join(unused)}', err=True)
-    run = Run(folder, work, overrides, cfg, dict(preset=base), save=False)
+    run = Run(folder, work, overrides, cfg, dict(preset=base), save=False, plugin=plugin)
     if not exists or reset: return run
-    values = flat_values(run.cfg)
+    values = flat_values(run.cfg) | dict(plugin=plugin and plugin.name)
     dropped = {k: v for k, v in Run(folder, save=False).settings().items() if values.get(k) != v}
     if not dropped: return run
     option = '--preset' if preset_ else '--config'
@@ -81,18 +81,19 @@ def _short(values: dict, n: int = 6) -> str:
 
 # %% ../../nbs/cli/03_run.ipynb #c010
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
-                  force: Iterable[str] = ()) -> Run:
+                  force: Iterable[str] = (), plugin: Path | None = None) -> Run:
     """A variant of a run, new or begun earlier. Raises `click.UsageError` if RUN does not exist or another run is in
     the way, and the errors of `check_stages` for stages up to `until`, before anything is written."""
     source = source_path(from_, folder.parent, f' (--from): there is no such run in {folder.parent}', files=False)
     origin = {'from': str(source.absolute())}
     if (folder/'config.yaml').exists():
-        run = Run(folder, work, overrides, save=False)
+        run = Run(folder, work, overrides, save=False, plugin=plugin)
         if run.origin.get('from') == origin['from']: return run
         raise click.UsageError(f'--from {from_}: {folder} already has a run, which is not a variant of that one; '
                                'give another --name')
     model = Run(source, work, save=False)
-    run = Run(folder, work, overrides, model.cfg, dict(preset=model.base_preset) | origin, save=False)
+    run = Run(folder, work, overrides, model.cfg, model.origin | dict(preset=model.base_preset) | origin, save=False,
+              plugin=plugin)
     done = stages_in_common(run, model)
     check_stages(run, until, force, done)
     branch(run, model, done)

@@ -23,7 +23,7 @@ from .kernels import kernel_manager
 from .report import metric_text
 from .run import Run
 from .stages import STAGES, PipelineError, notebook_path, plan
-from .stamps import StageRun
+from .stamps import StageRun, run_stage
 from ..training.budget import time_limit
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c006
@@ -89,6 +89,9 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
 
 def execute(run: Run, name: str) -> None:
     "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` if it is asked to end."
+    if type(STAGES.get(name)).__module__.startswith('b2t_plugin_'): # It has no notebook
+        run_stage(name, run.dir, run.work, run.unsaved())
+        return
     import papermill as pm
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
@@ -192,6 +195,7 @@ def check_stages(
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
     pending = _pending({name: StageRun(run, name) for name in names}, force, done)
+    if pending: run.check_plugin()
     kind = detect().kind
     names = [name for name in names if name in pending]
     for name in names: STAGES[name].check(run.cfg, kind)

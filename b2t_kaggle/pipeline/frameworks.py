@@ -6,11 +6,14 @@
 __all__ = ['planned_device', 'train', 'infer', 'read_model', 'convert']
 
 # %% ../../nbs/pipeline/02_frameworks.ipynb #c003
+from collections.abc import Callable
+from contextvars import copy_context
 from pathlib import Path
 
 import numpy as np
 
 from ..config import Config, with_overrides
+from ..config.plugins import PLUGIN, plugin_of
 from ..data.store import TrialStore
 from ..devices.machine import Device, detect
 from ..logits import LogitStore
@@ -35,16 +38,23 @@ def train(
     cfg: Config,                  # The run's configuration; `train.framework` chooses
     out_dir: str | Path,          # Folder for checkpoints and `history.csv`; an existing run is continued
     progress: bool = True,        # Show a progress bar
+    *,
+    plugin: str | Path | None = None, # Python file with a loss, an augmentation or an encoder (`config.plugins`)
+    loss: Callable | None = None,     # Function that returns further terms of the loss by name
+    augment: Callable | None = None,  # Function that changes the features of a batch after the kit's augmentation
 ) -> dict:
     """Train, or continue, on all devices of this machine that the configuration allows.
 
     Returns `step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and
-    `sessions`. Raises `TrainingError`, or `DeviceError` for an accelerator that is not here."""
+    `sessions`. Raises `TrainingError`, `DeviceError` for an accelerator that is not here, or `ConfigError` for a
+    plugin."""
     if cfg.train.framework == 'tensorflow':
         from b2t_kaggle.tensorflow.trainer import train
     else:
         from b2t_kaggle.pytorch.launch import train_here as train
-    return train(store, store_val, cfg, out_dir, progress)
+    context = copy_context()
+    context.run(PLUGIN.set, plugin_of(plugin, loss, augment))
+    return context.run(train, store, store_val, cfg, out_dir, progress)
 
 # %% ../../nbs/pipeline/02_frameworks.ipynb #c012
 def infer(

@@ -9,6 +9,7 @@ __all__ = ['content_fingerprints', 'short_hash', 'write_json', 'read_json', 'Run
 # %% ../../nbs/pipeline/07_run.ipynb #c003
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..core.files import content_hashes, write_whole
 from ..core.messages import did_you_mean
 from ..core.reading import parse_json, read_text, splits_in_name
 from ..metrics import IN_SAMPLE
-from .stages import STAGES, PipelineError, list_stage, needs_of, plan
+from .stages import PLUGIN_VARIABLE, STAGES, PipelineError, list_stage, needs_of, plan
 from ..training.checkpoint_paths import BEST, REFIT
 from ..training.checkpoint_paths import checkpoint_for as checkpoint_at
 
@@ -61,8 +62,8 @@ def read_json(path: Path, kind: Any = dict[str, Any]) -> dict:
     except (FileNotFoundError, ValueError): return {}
 
 # %% ../../nbs/pipeline/07_run.ipynb #c012
-# The preset that a run began with, and the run that it is a variant of
-_Origin = TypedDict('_Origin', {'preset': str, 'from': str}, total=False)
+# The preset that a run began with, the run that it is a variant of, and the file of its plugin
+_Origin = TypedDict('_Origin', {'preset': str, 'from': str, 'plugin': str}, total=False)
 
 class Run:
     """A run's folder, configuration and files, and what the result of each stage depends on.
@@ -76,6 +77,8 @@ class Run:
         cfg: Config | None = None,     # Configuration to write; None reads `config.yaml`, else takes the demo
         origin: dict | None = None,    # Origin of a new run: its `preset`, the run that it is `from`
         save: bool = True,             # Save the configuration now; otherwise a stage does when it begins
+        *,
+        plugin: Path | None = None,    # File of the plugin from now on; None: as before
     ):
         self.dir, self.work = Path(folder), Path(work)
         self.saved = self._read() # The configuration before this
@@ -85,6 +88,7 @@ class Run:
         if not self.origin and path.is_file():
             raise PipelineError(f'{path} is damaged: expected the preset that the run began with, such as '
                                 '{"preset": "demo"}; correct or remove it')
+        if plugin: self.origin = self.origin | dict(plugin=str(plugin))
         # The preset that the configuration started from; if the run did not note it, the one for such data
         self.base_preset = self.origin.get('preset') or ('official' if self.cfg.data.dataset_dir else 'demo')
         # The checkpoint that `infer` loads, and the n-gram model: those that are configured, or the run's own
@@ -111,7 +115,19 @@ class Run:
 
     def settings(self) -> dict:
         "Saved values that differ from the preset, or from the defaults of another encoder."
-        return config.preset_changes(self.saved, self.base_preset) if self.saved else {}
+        plugin = dict(plugin=self.plugin.name) if self.plugin else {}
+        return plugin | config.preset_changes(self.saved, self.base_preset) if self.saved else {}
+
+    @property
+    def plugin(self) -> Path | None:
+        "File with code that `b2t run --plugin` gave to this run."
+        return Path(self.origin['plugin']) if 'plugin' in self.origin else None
+
+    def check_plugin(self) -> None:
+        "Raise `PipelineError` if the run has a plugin that is not in use: its folder alone executes no code."
+        if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
+        raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
+                            f'{self.plugin}, and add --plugin {self.plugin}')
 
     def _values(self, stage: str, without: type[Fact]) -> dict:
         "Values that a stage depends on, without defaults, file locations and keys with a fact of the class `without`."
@@ -125,8 +141,10 @@ class Run:
         """Name, size and hash of each file from outside that a stage reads, as they were at the first call.
 
         Raises `PipelineError` for a missing file."""
+        named = STAGES[stage].inputs(self.cfg, self.dir.parent)
+        if self.plugin and STAGES[stage].uses_plugin: named = named | dict(plugin=[self.plugin])
         origins = {Path(f): key or Path(f).parent.name # Key or folder that names a file
-                   for key, files in STAGES[stage].inputs(self.cfg, self.dir.parent).items() for f in files}
+                   for key, files in named.items() for f in files}
         lists = self.dir.resolve()/'hypotheses'
         for file, origin in origins.items():
             if not file.is_file():
@@ -239,7 +257,7 @@ def lists_for(self: Run, stage: str) -> dict[str, list[list]]:
     "Last n-best lists that are made before a stage, by split."
     return {split: self.nbest(split, list_stage(self.cfg, before=stage)) for split in self.splits}
 
-# %% ../../nbs/pipeline/07_run.ipynb #c021
+# %% ../../nbs/pipeline/07_run.ipynb #c023
 def find_source(
     source: str | Path, # File, folder of a run, or name of a run
     out: str | Path,    # Folder of the runs
@@ -264,7 +282,7 @@ def logit_files(member: str | Path, out: str | Path) -> list[Path]:
     verb = 'decode' if run.cfg.infer.logits else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
-# %% ../../nbs/pipeline/07_run.ipynb #c024
+# %% ../../nbs/pipeline/07_run.ipynb #c026
 def hypothesis_files(member: str | Path, out: str | Path) -> dict[str, Path]:
     "Hypotheses of a run (a folder or a name), or the file itself, by split. Raises `PipelineError` without any."
     folder = find_source(member, out, f' is neither a file of hypotheses nor a run in {out}')

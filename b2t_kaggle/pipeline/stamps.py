@@ -230,7 +230,9 @@ def run_stage(
 ) -> tuple[Run, Result]:
     "Execute a stage in this process, and stamp it. A notebook shows the details of the result."
     plain_warnings()
-    progress = StageRun(Run(run_dir, work_dir, overrides, save=False), name).begin()
+    run = Run(run_dir, work_dir, overrides, save=False)
+    run.check_plugin()
+    progress = StageRun(run, name).begin()
     result = STAGES[name].run(progress.run, progress)
     progress.finish(result.outputs, result.metrics, result.finished)
     return progress.run, result

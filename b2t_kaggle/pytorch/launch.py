@@ -19,6 +19,7 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from ..config import Config
+from ..config.plugins import PLUGIN, load_plugin
 from ..core.files import scratch_folder, write_whole
 from ..data.store import TrialStore
 from ..devices.interrupts import ended_when_asked, noted_interrupt
@@ -54,6 +55,7 @@ def work(
                          'under the same path as on the first machine') from None
     try:
         store, store_val = (path and TrialStore.open(path) for path in options['stores'])
+        if options.get('plugin'): PLUGIN.set(load_plugin(options['plugin'])) # May have the encoder
         cfg = Config.model_validate(options['config'])
         with ended_when_asked():
             result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
@@ -146,7 +148,8 @@ def launch(
     "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
     out = Path(out_dir).absolute()
     stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
-    options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
+    plugin = PLUGIN.get().path
+    options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress, plugin=plugin and str(plugin))
     threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n_processes)))
     with _job_folder(out) as d:
         job = d/'job.json'
@@ -176,6 +179,8 @@ def train_here(
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
     n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()
+    plugin = PLUGIN.get()
+    if plugin.mark and not plugin.path: n_processes = 1 # Functions of a notebook do not reach others
     if in_torchrun() or (n_processes == 1 and not with_others):
         return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':

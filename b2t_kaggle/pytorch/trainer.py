@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from .checkpoint import check_weights, load_file, load_state, load_weights, save
 from .cr_ctc import consistency_losses, mean_of_views
 from .inference import ctc_losses, evaluate, per_unit
 from .models import build_model
-from .models.encoder import Encoder, with_term
+from .models.encoder import Encoder, all_losses, with_term
 from .on_device import BatchLoader, MicroBatch
 from .parallel import Backend, start
 from .replay import Replay
@@ -154,7 +155,7 @@ def add_gradients(self: Trainer,
     backend.seed(dropout_seed)
     args = self.training_args() | scalars | self.model.training_inputs(rows.batch.trials)
     with backend.autocast(): out = self.forward(x, rows.day, n_bins=n_bins, **args)
-    losses = self.losses(out, ctc, rows, self.cfg.model.n_frames(n_bins))
+    losses = self.losses(out, ctc, replace(rows, x=x, n_bins=n_bins))
     loss = losses['loss'].mean() / accumulation_steps
     (backend.scaler.scale(loss) if backend.scaler else loss).backward()
     return {k: backend.result(v.detach().float()) for k, v in losses.items()}
@@ -167,17 +168,20 @@ def prepare(self: Trainer,
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     "Features that the model reads `[B, T, F]`, their lengths `[B]`, and the CTC loss of each trial `[B]` from logits."
     x, n_bins = self.augment.apply(rows.x, rows.n_bins, cut, generator)
+    if self.plugin.augment:
+        x, n_bins = self.plugin.augmented(n_bins, features=x, n_bins=n_bins.to(x.device), generator=generator)
     def ctc(logits: Tensor) -> Tensor:
         losses = ctc_losses(logits, rows.labels, self.cfg.model.n_frames(n_bins), rows.n_labels)
         return per_unit(losses, rows.n_labels, self.cfg.train)
     return x, n_bins, ctc
 
 @patch
-def losses(self: Trainer, out, ctc: Callable[[Tensor], Tensor], rows: MicroBatch, frames: Tensor) -> dict[str, Tensor]:
-    "Losses of each trial `[B]`: `loss`, which is minimised, and its terms by name."
+def losses(self: Trainer, out, ctc: Callable[[Tensor], Tensor], rows: MicroBatch) -> dict[str, Tensor]:
+    "Losses of each trial `[B]`, given what the model read: `loss`, which is minimised, and its terms by name."
     cfg = self.cfg.train
-    losses = self.model.training_losses(out, ctc, frames)
-    if not isinstance(losses, dict): losses = dict(loss=losses)
+    frames = self.cfg.model.n_frames(rows.n_bins)
+    batch = dict(frames=frames, labels=rows.labels, n_labels=rows.n_labels, features=rows.x, n_bins=rows.n_bins)
+    losses = all_losses(self.model, self.plugin, out, ctc, batch)
     if not cfg.cr_ctc: return losses
     losses = {name: mean_of_views(v) for name, v in losses.items()}
     consistency = consistency_losses(self.model.training_logits(out), frames)
@@ -326,7 +330,7 @@ def metrics(self: Trainer) -> dict:
     "Loss, its terms and PER on the validation trials."
     self.result.eval()
     run = self.store_val, self.day_of, self.cfg, self.backend, self.step
-    table = evaluate(self.result, *run, terms=self.measures_terms)
+    table = evaluate(self.result, *run, terms=self.measures_terms, plugin=self.plugin)
     return summarize(table, self.cfg.train.ctc_reduction)
 
 # %% ../../nbs/pytorch/12_trainer.ipynb #c042

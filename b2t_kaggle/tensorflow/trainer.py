@@ -68,7 +68,7 @@ class Trainer(interface.Trainer):
         numbers = self.numbers()
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
         on_host = self.backend.on_host
-        def fetch(): return dict(loss=on_host(losses), grad_norm=on_host(norm)[0])
+        def fetch(): return {k: on_host(v) for k, v in losses.items()} | dict(grad_norm=on_host(norm)[0])
         is_scaled = self.scaler is not None
         result = StepResult(self.step, self.loader.trials(self.step), numbers['rates'], fetch, is_scaled)
         if self.sync_every == 1: self.check_finite(result)
@@ -138,22 +138,29 @@ def numbers(self: Trainer) -> dict:
     )
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c019
-_Gradients = tuple[tf.Tensor, dict[str, tf.Tensor]] # Losses of rows, and gradients by name
+_Gradients = tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]] # Losses of rows and gradients, both by name
 
 @patch
-def _losses(self: Trainer, out, rows: dict[str, tf.Tensor], frames: tf.Tensor) -> tf.Tensor:
-    "Loss of each row `[b]` for the output of the model."
+def _losses(self: Trainer, out, rows: dict[str, tf.Tensor], frames: tf.Tensor) -> dict[str, tf.Tensor]:
+    "Losses of each row `[b]`, given what the model read: `loss`, which is minimised, and its terms by name."
     def ctc(logits):
         losses = ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
         if self.cfg.train.ctc_reduction == 'trial': return losses
         return losses / tf.cast(tf.maximum(rows['n_labels'], 1), losses.dtype)
-    return self.model.training_losses(out, ctc, frames)
+    losses = self.model.training_losses(out, ctc, frames)
+    if not isinstance(losses, dict): losses = dict(loss=losses)
+    if self.plugin.loss is None: return losses
+    inputs = dict(logits=self.model.training_logits(out), ctc=ctc, frames=frames, labels=rows['labels'],
+                  n_labels=rows['n_labels'], features=rows['x'], n_bins=rows['n_bins'])
+    terms = {name: tf.cast(term, tf.float32) for name, term in self.plugin.terms(**inputs).items()}
+    return losses | terms | dict(loss=tf.add_n([losses['loss'], *terms.values()]))
 
 @patch
 def validation_result(self: Trainer, out, batch: dict[str, tf.Tensor], frames: tf.Tensor) -> dict[str, tf.Tensor]:
-    "`losses_and_paths` of a batch `[B, …]`, and the `total` of the loss `[B]` if the model adds terms."
-    if not isinstance(out, tuple): return losses_and_paths(out, batch, frames)
-    return losses_and_paths(out[0], batch, frames) | dict(total=self._losses(out, batch, frames))
+    "`losses_and_paths` of a batch `[B, …]`; if there are terms in the loss, also these and their `total` `[B]`."
+    result = losses_and_paths(self.model.training_logits(out), batch, frames)
+    if not (isinstance(out, tuple) or self.plugin.loss): return result
+    return result | {'total' if k == 'loss' else k: v for k, v in self._losses(out, batch, frames).items()}
 
 @patch
 def _gradients(self: Trainer, rows: dict[str, tf.Tensor], numbers: dict) -> _Gradients:
@@ -163,10 +170,11 @@ def _gradients(self: Trainer, rows: dict[str, tf.Tensor], numbers: dict) -> _Gra
     args = self.model.training_args(0, cfg.train.num_training_batches) | numbers['args']
     with tf.GradientTape() as tape:
         x, n_bins = self.augment.train(rows['x'], rows['n_bins'], numbers['cut'], rows['seeds'])
-        frames = cfg.model.n_frames(n_bins)
+        if self.plugin.augment:
+            x, n_bins = self.plugin.augmented(n_bins, features=x, n_bins=n_bins, seeds=rows['seeds'])
         out = self.model(x, rows['day'], n_bins=n_bins, training=True, seeds=rows['seeds'], **args)
-        losses = self._losses(out, rows, frames)
-        loss = tf.reduce_sum(losses) / cfg.data.batch_size
+        losses = self._losses(out, rows | dict(x=x, n_bins=n_bins), cfg.model.n_frames(n_bins))
+        loss = tf.reduce_sum(losses['loss']) / cfg.data.batch_size
         if self.optimizer.scaler: loss = self.optimizer.scaler.scale(loss)
     grads = tape.gradient(loss, list(variables.values()))
     return losses, dict(zip(variables, map(tf.convert_to_tensor, grads)))
@@ -178,14 +186,17 @@ def _share_gradients(self: Trainer, share: dict[str, tf.Tensor], numbers: dict) 
     if accumulation_steps == 1: return self._gradients(share, numbers)
     micro_batches = {k: tf.reshape(v, [accumulation_steps, -1, *v.shape[1:]]) for k, v in share.items()}
 
-    def add(i, losses, sums):
-        new, grads = self._gradients({k: v[i] for k, v in micro_batches.items()}, numbers)
-        return i + 1, losses.write(i, new), {k: v + grads[k] for k, v in sums.items()}
+    def part(i): return self._gradients({k: v[i] for k, v in micro_batches.items()}, numbers)
 
-    no_losses = tf.TensorArray(tf.float32, accumulation_steps, element_shape=micro_batches['day'].shape[1:])
-    zeros = {k: tf.zeros(v.shape) for k, v in self.optimizer.variables.items()}
-    _, losses, grads = tf.while_loop(lambda i, *_: i < accumulation_steps, add, (0, no_losses, zeros))
-    return losses.concat(), grads
+    def add(i, losses, sums):
+        new, grads = part(i)
+        return i + 1, {k: v.write(i, new[k]) for k, v in losses.items()}, {k: v + grads[k] for k, v in sums.items()}
+
+    first, grads = part(0)
+    losses = {k: tf.TensorArray(tf.float32, accumulation_steps, element_shape=v.shape).write(0, v)
+              for k, v in first.items()}
+    _, losses, grads = tf.while_loop(lambda i, *_: i < accumulation_steps, add, (1, losses, grads))
+    return {k: v.concat() for k, v in losses.items()}, grads
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c023
 @patch
@@ -200,14 +211,14 @@ def _update(self: Trainer, loss: tf.Tensor, grads: dict, numbers: dict) -> tf.Te
     return norm
 
 @patch
-def _replica_step(self: Trainer, share: dict, numbers: dict) -> tuple[tf.Tensor, tf.Tensor]:
-    "A step on a replica: losses of its trials `[b]`, and the norm of all gradients `[]`."
+def _replica_step(self: Trainer, share: dict, numbers: dict) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+    "A step on a replica: losses of its trials by name `[b]`, and the norm of all gradients `[]`."
     losses, grads = self.compiled_gradients(share, numbers)
     replicas = tf.distribute.get_replica_context()
-    loss, grads = replicas.all_reduce('SUM', (tf.reduce_sum(losses), grads))
+    loss, grads = replicas.all_reduce('SUM', (tf.reduce_sum(losses['loss']), grads))
     return losses, self.compiled_update(loss, grads, numbers)
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c032
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c034
 def train(store: TrialStore, store_val: TrialStore | None, cfg: Config, out_dir: str | Path,
           progress: bool = True) -> dict:
     """Train, or continue the run in a folder. Without validation trials the last weights count as the best.

@@ -17,6 +17,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import Config
+from ..config.plugins import PLUGIN
 from ..core.reading import MAX_WHOLE
 from ..data.store import TrialStore
 from .checkpoints import check_same, fingerprint, seen_val_from, transfer_weights
@@ -85,6 +86,8 @@ class Trainer:
         self.cfg = cfg.model_copy(update=dict(data=cfg.data.model_copy(update=dict(sessions=store.sessions))))
         self.day_of = {s: i for i, s in enumerate(store.sessions)}
         self.fingerprint = fingerprint(self.cfg, dict(train=store, val=self.store_val))
+        self.plugin = PLUGIN.get()
+        if self.plugin.mark: self.fingerprint['plugin'] = self.plugin.mark
         self.refit_from = refit_step(cfg.train) # The first step that may train on val; None if there is no refit
         if self.refit_from is not None and self.store_val is None:
             raise TrainingError(f'train.refit = {cfg.train.refit}, but there are no trials of val to train on; set it '

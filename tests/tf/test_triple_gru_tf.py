@@ -51,7 +51,7 @@ def test_loss_equals_pytorchs():
     b = [tf.constant(x) for x in arrays]
     with tf.GradientTape() as tape:
         tape.watch(b)
-        ours = triple_loss(b, lambda logits: tf.reduce_sum(logits**2, (1, 2)), tf.constant(frames), **weights)
+        ours = triple_loss(b, lambda logits: tf.reduce_sum(logits**2, (1, 2)), tf.constant(frames), **weights)['loss']
     np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5)
     for x, y in zip(a, tape.gradient(ours, b)): np.testing.assert_allclose(y, x.grad, rtol=1e-5, atol=1e-9)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EncoderConfig', 'encoders_in', 'require_encoder', 'find_encoder', 'encoder_names', 'encoder_config',
-           'encoder_configs', 'parse_encoder']
+           'encoder_configs', 'register_encoder', 'parse_encoder']
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c003
 import importlib
@@ -104,12 +104,14 @@ class EncoderConfig(Section):
 def _package(framework: str) -> str: return f'b2t_kaggle.{framework}.models'
 
 _PACKAGES = ('b2t_kaggle.config.encoders', *map(_package, FRAMEWORKS))
+_REGISTERED: dict[tuple[str, str], list[type]] = {} # Classes from outside the package, by its subpackage and name
 
 def _modules(package: str) -> Iterator[str]:
     "Names of the encoders in a package, without importing them."
     spec = find_spec(package)
     for module in pkgutil.iter_modules((spec.submodule_search_locations if spec else None) or []):
         if module.name != 'encoder': yield module.name # The base class
+    yield from (name for place, name in _REGISTERED if place == package)
 
 def encoders_in(
     framework: str, # `pytorch` or `tensorflow`
@@ -130,7 +132,8 @@ def require_encoder(
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c011
 def _import_encoder(package: str, name: str, base: type) -> Iterator[Any]:
     "Classes of an encoder's module that derive from a base class."
-    for c in vars(importlib.import_module(f'{package}.{name}')).values():
+    classes = _REGISTERED.get((package, name)) or vars(importlib.import_module(f'{package}.{name}')).values()
+    for c in classes:
         if isinstance(c, type) and issubclass(c, base): yield c
 
 def find_encoder(
@@ -158,7 +161,7 @@ def encoder_config(
     if package is None:
         names = encoder_names()
         raise ConfigError(f'model.name: there is no encoder {name!r}, expected {" or ".join(map(repr, names))}'
-                          f'{did_you_mean(str(name), names)}')
+                          f'{did_you_mean(str(name), names, "an encoder of a plugin needs --plugin FILE.py")}')
     try: classes = list(_import_encoder(package, name, Section)) # The package's EncoderConfig is not this notebook's
     except Exception as e: # An unfinished encoder must not keep others from being used
         raise ConfigError(f'model.name = {name}: the encoder in {package} cannot be imported ({e!r})') from e
@@ -174,6 +177,19 @@ def encoder_configs() -> dict[str, type[EncoderConfig]]: # Configuration classes
     return configs
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c014
+def register_encoder(
+    encoder: Any, # A class that derives from a framework's `Encoder` and has a `Config` of its own
+) -> Any:
+    "Make an encoder known by the name in its `Config`; returns the class. Raises `ConfigError` for a name of the kit."
+    config = encoder.Config
+    name = config.model_fields['name'].default
+    package = next(p for p in _PACKAGES[1:] if any(base.__module__.startswith(p) for base in encoder.__mro__))
+    if any(name in _modules(p) and (p, name) not in _REGISTERED for p in _PACKAGES):
+        raise ConfigError(f'{encoder.__qualname__}: the kit has an encoder {name!r}; choose another name')
+    _REGISTERED[package, name] = [encoder, config]
+    return encoder
+
+# %% ../../../nbs/config/encoders/00_encoder.ipynb #c017
 def parse_encoder(
     values: Any, # A mapping, with or without `name`; an `EncoderConfig` is returned as it is
 ) -> EncoderConfig:

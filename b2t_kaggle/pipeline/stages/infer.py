@@ -58,6 +58,7 @@ class Infer(Stage):
               'infer.smoothing', 'infer.adapt', 'infer.adapt_copies')
     reads = (stage.TRIALS, stage.MODEL)
     writes = Artefact(stage.LOGITS)
+    uses_plugin = True
     reserve_minutes = 25
     llm_reserve_minutes = 60
 

@@ -53,6 +53,7 @@ class Stage:
     shared: bool = False         # Whether its outputs are in the work folder, for other runs as well
     continues: bool = False      # Whether it resumes the files of an earlier execution, which are never removed
     compiles: bool = False       # Whether it begins with compiling the search
+    uses_plugin: bool = False    # Whether the code of a plugin changes its result
     uses_llm: bool = False       # Whether it runs a large language model, which takes time
     reserve_minutes: float = 0   # Minutes of a time limit that are left to the stages after it
     llm_reserve_minutes: float = 0 # Further minutes if one of those runs an LLM

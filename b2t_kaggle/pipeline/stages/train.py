@@ -51,6 +51,7 @@ class Train(Stage):
     reads = (TRIALS,)
     writes = Artefact(MODEL)
     continues = True
+    uses_plugin = True
     reserve_minutes = 45
     llm_reserve_minutes = 60
     curves = 'Loss and phoneme error rate while training'
@@ -93,7 +94,7 @@ class Train(Stage):
         from b2t_kaggle.pipeline.frameworks import train
         folder, cfg = run.dir/'train', run.cfg
         cfg = _within_time(cfg, progress.time_left()/60)
-        result = train(run.trials('train'), run.trials('val'), cfg, folder)
+        result = train(run.trials('train'), run.trials('val'), cfg, folder, plugin=run.plugin)
         if result['stopped']:
             print(f'Ended by {result["stopped"]} after {result["step"]:,} of {cfg.train.num_training_batches:,} '
                   'batches.', file=sys.stderr, flush=True)

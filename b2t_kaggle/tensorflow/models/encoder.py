@@ -123,9 +123,13 @@ class Encoder(NamedModel):
         out: Any,                              # Output of `call`
         ctc: Callable[[tf.Tensor], tf.Tensor], # CTC loss of each trial `[B]` from logits
         frames: tf.Tensor,                     # Frames of each trial `[B]`
-    ) -> tf.Tensor:
-        "The loss of each trial `[B]`."
+    ) -> tf.Tensor | dict[str, tf.Tensor]:
+        "The loss of each trial `[B]`; or by name `loss` and its terms, which get curves."
         return ctc(out)
+
+    def training_logits(self, out: Any) -> tf.Tensor:
+        "The logits `[B, T', K]` of inference in the output of a training step."
+        return out[0] if isinstance(out, tuple) else out
 
     def is_per_day(self, name: str) -> bool:
         """Whether a variable has a row per day. Such variables have a learning rate and decay of their own, and rows of

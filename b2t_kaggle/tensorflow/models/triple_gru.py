@@ -38,13 +38,14 @@ class NoisySpeechModel(GRUHead):
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c012
 def triple_loss(out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],
-                frames: tf.Tensor, noisy_weight: float, noise_weight: float) -> tf.Tensor:
-    "Loss of each trial `[B]`: CTC of clean and noisy logits, and the power of the noise, weighted."
+                frames: tf.Tensor, noisy_weight: float, noise_weight: float) -> dict[str, tf.Tensor]:
+    "Loss of each trial `[B]`, and its terms: CTC of `clean` and `noisy` logits, and the `power` of the noise."
     clean, noisy, noise = out
     inside = tf.sequence_mask(frames, noise.shape[1])
     power = tf.where(inside, tf.reduce_mean(tf.square(noise), -1), 0.)
     power = tf.reduce_sum(power, 1) / tf.cast(tf.maximum(frames, 1), power.dtype)
-    return ctc(clean) + noisy_weight * ctc(noisy) + noise_weight * power
+    terms = dict(clean=ctc(clean), noisy=ctc(noisy), power=power)
+    return dict(loss=terms['clean'] + noisy_weight * terms['noisy'] + noise_weight * power) | terms
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c015
 class TripleGRUDecoder(GRUEncoder):
@@ -77,6 +78,6 @@ class TripleGRUDecoder(GRUEncoder):
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
     def training_losses(self, out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],
-                        frames: tf.Tensor) -> tf.Tensor:
-        "The loss of each trial `[B]`."
+                        frames: tf.Tensor) -> dict[str, tf.Tensor]:
+        "The loss of each trial `[B]` and its terms, see `triple_loss`."
         return triple_loss(out, ctc, frames, self.cfg.noisy_loss_weight, self.cfg.noise_power_weight)
