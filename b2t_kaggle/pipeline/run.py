@@ -89,6 +89,7 @@ class Run:
             raise PipelineError(f'{path} is damaged: expected the preset that the run began with, such as '
                                 '{"preset": "demo"}; correct or remove it')
         if plugin: self.origin = self.origin | dict(plugin=str(plugin))
+        self.plugin = Path(self.origin['plugin']) if 'plugin' in self.origin else None # Only `--plugin` executes it
         # The preset that the configuration started from; if the run did not note it, the one for such data
         self.base_preset = self.origin.get('preset') or ('official' if self.cfg.data.dataset_dir else 'demo')
         # The checkpoint that `infer` loads, and the n-gram model: those that are configured, or the run's own
@@ -117,17 +118,6 @@ class Run:
         "Saved values that differ from the preset, or from the defaults of another encoder."
         plugin = dict(plugin=self.plugin.name) if self.plugin else {}
         return plugin | config.preset_changes(self.saved, self.base_preset) if self.saved else {}
-
-    @property
-    def plugin(self) -> Path | None:
-        "File with code that `b2t run --plugin` gave to this run."
-        return Path(self.origin['plugin']) if 'plugin' in self.origin else None
-
-    def check_plugin(self) -> None:
-        "Raise `PipelineError` if the run has a plugin that is not in use: its folder alone executes no code."
-        if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
-        raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
-                            f'{self.plugin}, and add --plugin {self.plugin}')
 
     def _values(self, stage: str, without: type[Fact]) -> dict:
         "Values that a stage depends on, without defaults, file locations and keys with a fact of the class `without`."
@@ -257,7 +247,15 @@ def lists_for(self: Run, stage: str) -> dict[str, list[list]]:
     "Last n-best lists that are made before a stage, by split."
     return {split: self.nbest(split, list_stage(self.cfg, before=stage)) for split in self.splits}
 
-# %% ../../nbs/pipeline/07_run.ipynb #c023
+# %% ../../nbs/pipeline/07_run.ipynb #c021
+@patch
+def check_plugin(self: Run) -> None:
+    "Raise `PipelineError` if the run has a plugin that is not in use: its folder alone executes no code."
+    if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
+    raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
+                        f'{self.plugin}, and add --plugin {self.plugin}')
+
+# %% ../../nbs/pipeline/07_run.ipynb #c024
 def find_source(
     source: str | Path, # File, folder of a run, or name of a run
     out: str | Path,    # Folder of the runs
@@ -282,7 +280,7 @@ def logit_files(member: str | Path, out: str | Path) -> list[Path]:
     verb = 'decode' if run.cfg.infer.logits else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
-# %% ../../nbs/pipeline/07_run.ipynb #c026
+# %% ../../nbs/pipeline/07_run.ipynb #c027
 def hypothesis_files(member: str | Path, out: str | Path) -> dict[str, Path]:
     "Hypotheses of a run (a folder or a name), or the file itself, by split. Raises `PipelineError` without any."
     folder = find_source(member, out, f' is neither a file of hypotheses nor a run in {out}')
