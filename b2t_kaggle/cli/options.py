@@ -25,7 +25,7 @@ from ..config import PRESETS, config_fields, full_key
 from ..core.files import WriteError, check_output
 from ..core.messages import did_you_mean, near_names
 from ..pipeline.run import find_source
-from ..pipeline.stages import STAGES, PipelineError
+from ..pipeline.stages import PLUGIN_VARIABLE, STAGES, PipelineError, use_plugin
 
 # %% ../../nbs/cli/01_options.ipynb #c005
 class _Output(click.Path):
@@ -157,6 +157,9 @@ _stage_options = with_options(
                   callback=lambda ctx, param, folders: folders[0] if len(folders) == 1 else list(folders) or None,
                   help='Folder with the t15.YYYY.MM.DD sessions, one for each participant, instead of a simulation'),
     set_option(cls=StageOption),
+    _stage_option('--plugin', type=FILE, is_eager=True, envvar=PLUGIN_VARIABLE, # Before --set, for fields of its own
+                  callback=lambda ctx, param, path: path and use_plugin(path),
+                  help='Python file to execute, with a loss, an augmentation, an encoder or a stage of your own.'),
     _stage_option('--reset', is_flag=True, help='Drop the other settings of a run, with --preset or --config.'),
     out_option(cls=StageOption),
     _stage_option('--output-dir', type=FOLDER, help='Folder of this run, in place of --out and --name.'),

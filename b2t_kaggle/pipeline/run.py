@@ -144,17 +144,6 @@ class Run:
         prints = content_fingerprints(origins)
         return {file: [f'{origin}/{file.name}', *prints[file]] for file, origin in origins.items()}
 
-    def check_unchanged(self, stage: str) -> None:
-        "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."
-        for name in plan(self.cfg, stage):
-            try: marks = self.marks(name)
-            except PipelineError: continue # Its files are not here, so it was done elsewhere
-            now = content_fingerprints(f for f in marks if f.is_file())
-            if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
-                raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
-                                    'count. The results of the stages before it are kept; wait until the file is '
-                                    'complete, and run the same command again')
-
     def needs(self, stage: str) -> list[str]:
         "Stages of this run whose outputs a stage reads."
         return [n for n in plan(self.cfg) if n in needs_of(stage, self.cfg)]
@@ -254,6 +243,18 @@ def check_plugin(self: Run) -> None:
     if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
     raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
                         f'{self.plugin}, and add --plugin {self.plugin}')
+
+@patch
+def check_unchanged(self: Run, stage: str) -> None:
+    "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."
+    for name in plan(self.cfg, stage):
+        try: marks = self.marks(name)
+        except PipelineError: continue # Its files are not here, so it was done elsewhere
+        now = content_fingerprints(f for f in marks if f.is_file())
+        if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
+            raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
+                                'count. The results of the stages before it are kept; wait until the file is '
+                                'complete, and run the same command again')
 
 # %% ../../nbs/pipeline/07_run.ipynb #c024
 def find_source(

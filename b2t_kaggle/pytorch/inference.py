@@ -7,6 +7,7 @@ __all__ = ['ctc_losses', 'per_unit', 'delivered_dtype', 'logits_of', 'evaluate',
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c003
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor, nn
 
 from ..config import Config, TrainConfig
+from ..config.plugins import Plugin
 from ..core.ctc import collapse
 from ..core.messages import tqdm
 from ..data.batches import Batch, Batcher, evaluation_batches, prefetch
@@ -28,7 +30,7 @@ from ..logits import LogitStore
 from .augment import Augment
 from .checkpoint import load_model, weights_file
 from .ctc import ctc_loss
-from .models.encoder import Encoder
+from .models.encoder import Encoder, all_losses
 from .parallel import Backend, start
 from ..training.checkpoints import check_features, provenance
 from ..training.trials import bucket_lengths, model_days, smoothing_edges
@@ -75,7 +77,8 @@ def logits_of(
     trials: Sequence[int] | None = None, # Indices of the trials; None means all
     args: Callable[[np.ndarray], dict] | None = None, # Further model inputs for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
-    "Batches with logits `[B, T', K]`, float32, on the device, or whatever `args` make of them, and frames `[B]`."
+    """Batches, whose features are those that the model reads, logits `[B, T', K]`, float32, on the device, or whatever
+    `args` make of them, and frames `[B]`."""
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
     first, last = smoothing_edges(store, cfg, smoothing)
@@ -100,7 +103,8 @@ def logits_of(
 
     with tqdm(total=len(chosen), desc=progress, unit=' trials', disable=progress is None) as bar:
         for b, frames, x, day, n_bins in prefetch(map(load, batches)):
-            yield b, forward(augment.eval(x), day, n_bins, b.trials), frames
+            x = augment.eval(x)
+            yield replace(b, features=x), forward(x, day, n_bins, b.trials), frames
             bar.update(int((b.trials >= 0).sum()))
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c014
@@ -112,11 +116,12 @@ def evaluate(
     cfg: Config,            # The run's configuration
     backend: Backend,       # The device
     step: int = 0,          # Training steps that are done, on which terms may depend
-    terms: bool = True,     # Whether to also measure the terms that the model adds to its loss
+    terms: bool = True,     # Whether to also measure the terms that the model and the plugin add to the loss
+    plugin: Plugin = Plugin(), # Further terms of the loss
 ) -> pd.DataFrame:
-    """A row per trial of `store`: session, loss (CTC, natural log), edits, n_labels; if the model adds terms to its
-    loss, also each term and their weighted sum as `total`."""
-    has_terms = terms and type(model).training_losses is not Encoder.training_losses
+    """A row per trial of `store`: session, loss (CTC, natural log), edits, n_labels; if the model or the plugin adds
+    terms to the loss, also each term and their weighted sum as `total`."""
+    has_terms = terms and (type(model).training_losses is not Encoder.training_losses or plugin.loss is not None)
     rows = cfg.data.eval_batch_size
     if has_terms: # Batches as in training, because terms may compare the trials of a batch
         rows = max(1, cfg.data.batch_size//cfg.train.accumulate//backend.world_size)
@@ -129,12 +134,13 @@ def evaluate(
     columns: dict[str, np.ndarray] = dict(edits=np.zeros(len(store), int))
     for b, out, frames in logits_of(model, store, day_of, cfg, backend, rows, args=args if has_terms else None):
         n_labels, n_frames = backend.lengths(b.n_labels), backend.lengths(frames)
-        ctc = partial(ctc_losses, labels=backend.put(b.labels), frames=n_frames, n_labels=n_labels)
+        labels = backend.put(b.labels)
+        ctc = partial(ctc_losses, labels=labels, frames=n_frames, n_labels=n_labels)
         logits = model.training_logits(out) if has_terms else out
         values = dict(loss=ctc(logits))
         if has_terms:
-            losses = model.training_losses(out, lambda x: per_unit(ctc(x), n_labels, cfg.train), n_frames)
-            losses = losses if isinstance(losses, dict) else dict(loss=losses)
+            batch = dict(frames=n_frames, labels=labels, n_labels=n_labels, features=b.features, n_bins=b.n_bins)
+            losses = all_losses(model, plugin, out, lambda x: per_unit(ctc(x), n_labels, cfg.train), batch)
             values |= {'total' if k == 'loss' else k: v.float() for k, v in losses.items()}
         values = {k: backend.result(v) for k, v in values.items()}
         paths = backend.result(logits.argmax(-1))

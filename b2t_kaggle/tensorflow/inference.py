@@ -38,7 +38,7 @@ class Evaluator:
         cfg: Config,            # The model's configuration
         strategy: Strategy,     # Devices of the run
         batch_size: int,        # Trials per batch, at most
-        result: Callable,       # `result(logits, batch, frames) -> dict` of tensors `[B, …]`, part of the program
+        result: Callable,       # `result(logits, batch, frames) -> dict` of `[B, …]`; `x` is what the model read
         smoothing: str = 'same', # `same` or `valid`, see `training.trials.smoothing_edges`
         *,
         args: dict | None = None, # Further keyword arguments for the model
@@ -55,7 +55,8 @@ class Evaluator:
         def share(b):
             x = tf.pad(augment.eval(b['x'])[:, first:], [[0, 0], [0, first], [0, 0]]) # The same shape
             n_bins = tf.maximum(b['n_bins'] - (first + last), 0)
-            return result(model(x, b['day'], n_bins=n_bins, **(args or {})), b, cfg.model.n_frames(n_bins))
+            out = model(x, b['day'], n_bins=n_bins, **(args or {}))
+            return result(out, b | dict(x=x, n_bins=n_bins), cfg.model.n_frames(n_bins))
         self.program = Program(strategy.compile(share), strategy)
 
     def __call__(self, progress: str | None = None) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
