@@ -11,7 +11,7 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.phonemes import PHONEMES
-from b2t_kaggle.pipeline.foreign_logits import ORDERS, normalised, read_arrays
+from b2t_kaggle.pipeline.foreign_logits import ORDERS, normalised, read_trials
 
 
 def frames(ids, order, rng):
@@ -63,7 +63,7 @@ def test_another_order_of_the_classes_is_named(data):
 
 
 def test_a_run_names_another_order_of_the_classes(data):
-    given = LogitStore.write(data/'given_val.arrow', [normalised(x, 'val') for x in read_arrays(data/'val.npz')],
+    given = LogitStore.write(data/'given_val.arrow', [normalised(t.logits, 'val') for t in read_trials(data/'val.npz')],
                              TrialStore.open(data/'val.arrow').index, {})
     b2t('ensemble', given.path, '--data', data/'sessions', '--name', 'wrong', '--out', data/'runs', '--work',
         data/'work')

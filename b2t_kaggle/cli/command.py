@@ -104,7 +104,8 @@ def stage_verbs(
                     for path in sorted(folder.glob('*.py'))}
     names = sorted(filter(descriptions.get, descriptions), key=lambda name: (*_ORDER, name).index(name))
     lines = {name: descriptions[name][1] for name in names}
-    return {name: ('run', does[0].upper() + does[1:]) for name, does in lines.items()}
+    modules = dict(decode='phonemes') # Other verbs of stages are in `run`
+    return {name: (modules.get(name, 'run'), does[0].upper() + does[1:]) for name, does in lines.items()}
 
 VERBS['Stages of a run'] = stage_verbs(Path(b2t_kaggle.__file__).parent/'pipeline'/'stages') | {
     'ensemble': ('combine', 'Average several models, as a run of its own'),

@@ -16,7 +16,7 @@ from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width
 from b2t_kaggle.core.messages import counted, printable
 from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.lm.corpus import read_sentences
-from b2t_kaggle.metrics import comparison
+from b2t_kaggle.metrics import comparison, percent
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.results import RESULTS
 from b2t_kaggle.pipeline.run import Run, hypothesis_files
@@ -134,10 +134,16 @@ def compare(sources, truth, blocks, texts, out):
     Word and phoneme error rates by corpus, length, seen or unseen sentence and session, differences from the first one,
     and trials that the others fixed and broke (`b2t errors RUN --before FIRST` shows all of them). RUN_OR_FILE is a run
     whose report is done (its name or folder), or a file of hypotheses of the same trials (.jsonl in the kit's form, a
-    submission .csv, sentences .txt), in which each system is compared."""
+    submission .csv, sentences .txt), in which each system is compared. Without references, as for submissions,
+    a table shows how many words differ between two systems."""
     systems = _systems(sources, out, truth)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
+    if not any(_references(systems, truth).values()):
+        best = {name: {row['trial']: normalize_sentence(row['text']) for row in rows}
+                for name, rows in systems.items()}
+        table = comparison.disagreement(best).map(percent).to_string(line_width=terminal_width())
+        return click.echo(f'No reference is known. Words that differ between two systems:\n{table}')
     tables = _tables(systems, truth, blocks, texts)
     first, *later = tables
     click.echo(f'{comparison.verdict(tables)}\n\n{counted(len(tables[first]), "trial")}')

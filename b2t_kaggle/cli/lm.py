@@ -144,7 +144,8 @@ def report(models, texts):
 def get(name, output):
     """Fetch a public n-gram model, or list them.
 
-    NAME is fetched as gzipped ARPA; without NAME, all models are listed with size and licence."""
+    NAME is fetched as gzipped ARPA, or as a folder of the organisers' decoder; without NAME, all models are listed with
+    size and licence."""
     if name is None:
         refuse_options({'output'}, 'without NAME no model is fetched')
         return click.echo(list_models())

@@ -270,7 +270,7 @@ class InferConfig(Section):
 class LMConfig(Section):
     "The n-gram language model, and its text."
     path: InputPath | None = None
-    "Finished ARPA or KenLM binary file; null: build one from `texts` and the training transcripts."
+    "ARPA or KenLM file, or a folder of the organisers' decoder; null: build a model from `texts` and train."
     general: InputPath | None = None
     "General n-gram model to mix in: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or pocketsphinx's wheel with it."
     texts: list[InputPath] = []
@@ -312,7 +312,7 @@ class DecodeConfig(LLMConfig):
     blank_skip: float = Field(0.999, ge=0.5, le=1)
     "Blank probability above which a frame is not searched; 1 searches all."
     boost: InputPath | None = None
-    "Text file of words and phrases to prefer, one per line: phrase, bonus [nats], pronunciation (optional)."
+    "Words and phrases to prefer, a line each: phrase, bonus [nats], pronunciation (optional); or hotwords as YAML."
     llm_weight: float = Field(0.5, ge=0)
     "Weight of the LLM's natural-log score, beside `lm_weight` for the n-gram's; 0 leaves it out."
     llm_capitals: bool = True

@@ -23,6 +23,7 @@ from fastcore.meta import delegates
 
 from ..core.ctc import check_log_probs, to_numpy
 from ..core.messages import tqdm
+from ..core.reading import read_text
 from b2t_kaggle.decoding.acoustic import (
     Pronunciations,
     acoustic_scores,
@@ -42,13 +43,14 @@ from b2t_kaggle.decoding.lexicon import (
     build_trie,
     classes_of,
     flatten,
+    read_lexicon,
     spellings_of,
 )
 from .nbest import Hypothesis, LLMHypothesis, with_posteriors
 from .scorers import AutomatonScorer, BoostedScorer, KenLMScorer, NGramScorer
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
-from ..lm.automaton import Arrays, Automaton, check_words, is_arpa
+from ..lm.automaton import Arrays, Automaton, check_words, is_arpa, load_ngram
 from b2t_kaggle.lm.boost import (
     Boost,
     Boosts,
@@ -58,6 +60,7 @@ from b2t_kaggle.lm.boost import (
     phrase_automaton,
     phrase_bonuses,
     phrase_list,
+    read_boosts,
     scaled,
 )
 from ..lm.ngram import LN10, NGram
@@ -433,3 +436,22 @@ def with_words(self: LexiconBeamDecoder, log_probs: np.ndarray, hyps: Sequence[H
     `words` if there is `frame_ms`. `temperature` divides totals; `None` stands for the decoder's."""
     times = self._word_times(self.prepare(log_probs).log_probs)
     return with_posteriors(hyps, self.options.temperature if temperature is None else temperature, times)
+
+# %% ../../nbs/decoding/06_decoder.ipynb #c053
+@patch(cls_method=True)
+def from_folder(cls: LexiconBeamDecoder,
+    folder: str | Path, # Folder with `lexicon.txt`, `tokens.txt` and an n-gram, such as `lm.bin`
+    hotwords: str | Path | None = None, # YAML file of words and their bonuses [log10]
+    **options: Any,     # Arguments of `LexiconBeamDecoder`
+) -> LexiconBeamDecoder:
+    """A decoder from the files of the organisers' decoder, `phoneme_to_words_lm`.
+
+    Weights are theirs by default: `acoustic_scale=1`, `lm_weight=2.5/ln 10`, `blank_penalty=9`, `merge='sum'`. Columns
+    are in the order of `tokens.txt`, unless `tokens` names them (`None`: the kit's 41 classes). Raises `OSError` for a
+    missing file, and `ValueError` that names the file."""
+    folder = Path(folder)
+    given: dict[str, Any] = dict(acoustic_scale=1., lm_weight=2.5/LN10, blank_penalty=9., merge='sum') | options
+    if 'tokens' not in given: given['tokens'] = read_text(folder/'tokens.txt').split()
+    if hotwords: given['boost'] = read_boosts(hotwords, given['lm_weight'])
+    lexicon = read_lexicon(folder/'lexicon.txt', given.get('word_end', 'SIL'))
+    return cls(lexicon, load_ngram(folder), **given)

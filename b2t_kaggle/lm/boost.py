@@ -17,6 +17,7 @@ import numpy as np
 from ..core.jit import njit
 from ..core.reading import is_finite_number, read_text, split_lines
 from .automaton import FIRST, STATE, Arrays, empty_table, find
+from .ngram import LN10
 from ..phonemes import ARPABET, normalize_sentence
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
@@ -74,22 +75,26 @@ def boosts_of(
 
 # %% ../../nbs/lm/15_boost.ipynb #c011
 def read_boosts(
-    path: str | Path, # Text file
+    path: str | Path,       # Text file, or the organisers' YAML of hotwords
+    lm_weight: float = 1.0, # Weight of the search's n-gram, for the bonuses of a YAML
 ) -> list[Boost]:
     "Boosts of a file; raises a `ValueError` that names file and line, what was found and expected."
+    is_yaml = Path(path).suffix in ('.yaml', '.yml')
+    scale = LN10*lm_weight if is_yaml else 1.
     boosts = []
     bonuses: dict[str, float] = {}
     for i, line in enumerate(split_lines(read_text(path, 1 << 24)), 1):
         line = line.partition('#')[0]
         if not line.strip(): continue
-        phrase, *numbers = [f.strip() for f in re.split('[,\t]', line)]
+        phrase, *numbers = [f.strip() for f in re.split(': ' if is_yaml else '[,\t]', line)]
         try:
             if not 1 <= len(numbers) <= 2:
                 raise ValueError(f'found {line.strip()!r}, expected a word or phrase, its bonus, and perhaps its '
-                                 'pronunciation, with commas or tabs between them')
-            try: bonus = float(numbers[0])
+                                 'pronunciation, with commas or tabs between them, or `word: bonus` in YAML')
+            try: bonus = scale*float(numbers[0])
             except ValueError:
                 raise ValueError(f'{phrase!r}: found the bonus {numbers[0]!r}, expected a number') from None
+            if is_yaml: phrase = re.sub(r"""^(["'])(.*)\1$""", r'\2', phrase)
             boosts.append(_checked(Boost(phrase, bonus, *filter(None, numbers[1:])), bonuses))
         except ValueError as e: raise ValueError(f'{path}, line {i}: {e}') from None
     if not boosts: raise ValueError(f"{path}: found no words or phrases, expected lines such as 'sacramento, 4'")

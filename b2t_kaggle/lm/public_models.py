@@ -23,17 +23,18 @@ from ..data.download import DownloadError, RemoteFile, download, read_url
 # %% ../../nbs/lm/12_public_models.ipynb #c006
 @dataclass(frozen=True)
 class PublicModel:
-    "A public n-gram model, a gzipped ARPA file."
+    "A public n-gram model: a gzipped ARPA file, or a folder for `LexiconBeamDecoder.from_folder`."
     name: str
     page: str    # Address of the authors' description
     link: str    # Address of the file, or a pattern for its name among the links of the page
-    size: int    # Approximate size of the gzipped file [bytes]
+    size: int    # Approximate size of the gzipped file, or of the folder's [bytes]
     order: int
     n_words: int # Size of the vocabulary
     licence: str
     authors: str # Names that the licence requires
     note: str = ''
     checksum: str | None = None # `sha256:…`; without it the file's own CRC is compared
+    files: tuple[str, ...] = () # Files of a folder, whose address is the link
 
 def _imagineville(name: str, size: int, perplexity: float) -> PublicModel:
     return PublicModel(
@@ -49,7 +50,16 @@ def _librispeech(name: str, file: str, size: int, order: int, note: str, checksu
         authors='Vassil Panayotov, Guoguo Chen, Daniel Povey, Sanjeev Khudanpur; LibriSpeech', note=f'books; {note}',
         checksum=f'sha256:{checksum}')
 
+def _organisers(name: str, size: int) -> PublicModel:
+    page = 'https://huggingface.co/nckcard/phoneme-lm-5gram'
+    return PublicModel(
+        f'organisers-5gram-{name}', page, f'{page}/resolve/main/', size, order=5, n_words=125_000,
+        licence=f'see its page, {page}', authors='Nicholas Card and colleagues; UC Davis Neuroprosthetics Lab',
+        note=f'web pages; {name}', files=('lexicon.txt', 'tokens.txt', f'5gram_{name}.bin'))
+
 MODELS = {model.name: model for model in (
+    _organisers('pruned', 5_000_000_000),
+    _organisers('unpruned', 50_000_000_000),
     _imagineville('tiny', 25_000_000, 90.1),
     _imagineville('small', 110_000_000, 73.7),
     _imagineville('medium', 205_000_000, 69.2),
@@ -68,8 +78,9 @@ _MEMORY_PER_BYTE = 3.2 # Estimated bytes of the search's arrays for each byte of
 
 def list_models() -> str:
     "A table of the models, a line each."
-    rows = [dict(name=m.name, download=format_size(m.size), memory=f'about {format_size(int(_MEMORY_PER_BYTE*m.size))}',
-                 order=m.order, words=f'{m.n_words:,}', licence=m.licence.partition(',')[0], text=m.note)
+    def memory(m): return 'as needed' if m.files else f'about {format_size(int(_MEMORY_PER_BYTE*m.size))}'
+    rows = [dict(name=m.name, download=format_size(m.size), memory=memory(m), order=m.order,
+                 words=f'{m.n_words:,}', licence=m.licence.partition(',')[0], text=m.note)
             for m in MODELS.values()]
     return pd.DataFrame(rows).to_string(index=False)
 
@@ -97,18 +108,20 @@ def get_model(
     name: str,                        # Name of a public model
     folder: str | Path | None = None, # Folder for it; None: the user's cache
     progress: bool = False,           # Show a progress bar
-) -> Path:                            # A gzipped ARPA file; `NAME.arpa.gz.licence.json` is beside it
+) -> Path: # A gzipped ARPA file or a folder; `NAME.arpa.gz.licence.json` or `NAME.licence.json` is beside it
     """Fetch a model with its licence, unless it has been fetched before. Raises `ValueError` for an unknown name,
     `DownloadError`, `OSError`."""
     model = find_model(name)
     folder = Path(folder or user_cache('models'))
-    path = folder/f'{name}.arpa.gz'
+    path = folder/(name if model.files else f'{name}.arpa.gz')
     record = path.with_name(f'{path.name}.licence.json')
     if path.exists() and record.exists(): return path
     url = model.address()
-    download(RemoteFile(url, path.name, checksum=model.checksum), folder, progress=progress)
+    for file in model.files: download(RemoteFile(url + file, file), path, progress=progress)
+    if not model.files: download(RemoteFile(url, path.name, checksum=model.checksum), folder, progress=progress)
     facts = dict(
-        name=name, authors=model.authors, licence=model.licence, page=model.page, url=url, sha256=sha256(path),
+        name=name, authors=model.authors, licence=model.licence, page=model.page, url=url,
+        sha256={file: sha256(path/file) for file in model.files} or sha256(path),
         downloaded=datetime.now(timezone.utc).date().isoformat(), changes='none',
     )
     write_whole(record, json.dumps(facts, indent=2) + '\n')

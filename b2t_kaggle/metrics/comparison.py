@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['WER', 'PER', 'PER_WITHOUT_SIL', 'results_of', 'write_results', 'read_results', 'same_trials', 'measure', 'are_seen',
            'with_seen', 'seen_rates', 'trial_groups', 'result_table', 'as_text', 'summary_tables', 'comparison_tables',
-           'changed_trials', 'verdict']
+           'changed_trials', 'verdict', 'disagreement']
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c002
+import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -259,3 +260,15 @@ def verdict(
             if difference.is_clear and trials >= FEW_TRIALS else
             f'{name} and {first}: no difference that {trials:,} trials can tell ({name} − {first}: {difference})')
     return '; '.join(clauses)
+
+# %% ../../nbs/metrics/02_comparison.ipynb #c031
+def disagreement(
+    texts: Mapping[str, Mapping[str, str]], # Sentence of each trial, by system
+) -> pd.DataFrame:                          # A row and a column for each system
+    "Words in which two systems differ, as a share of the words of one, on the trials that both have."
+    table = pd.DataFrame(0., index=list(texts), columns=list(texts))
+    for a, b in itertools.combinations(texts, 2):
+        x, y = ([texts[name][t] for t in texts[a] if t in texts[b]] for name in (a, b))
+        one, other = total(word_errors(x, y)), total(word_errors(y, x))
+        table.loc[a, b] = table.loc[b, a] = 2*one.edits/max(1, one.length + other.length)
+    return table

@@ -9,7 +9,7 @@ __all__ = ['RANDOM', 'Trial', 'Entry', 'voter_name', 'Hypotheses', 'write_hypoth
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c002
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -269,10 +269,12 @@ def ballots(
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c027
 def vote(
     hypotheses: Hypotheses,
+    weights: Mapping[tuple[str, str, str], float] | None = None, # Weights of voters other than 1
 ) -> list[str]: # The sentence of each trial, normalised as in the metric
-    "The plain vote of all voters; empty for a trial without entries."
+    "The vote of all voters; empty for a trial without entries."
+    of_voters = np.array([(weights or {}).get(v, 1.) for v in hypotheses.voters])
     votes = [ballots(entries, hypotheses.voters) for entries in hypotheses.entries.values()]
-    return [minimum_bayes_risk(dict(zip(b.texts, b.votes @ np.ones(b.votes.shape[1])))) for b in votes]
+    return [minimum_bayes_risk(dict(zip(b.texts, b.votes @ of_voters))) for b in votes]
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c030
 RANDOM = 'Random' # Name of this corpus in the official description
