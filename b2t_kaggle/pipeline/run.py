@@ -168,7 +168,27 @@ class Run:
                     files={label: mark for label, *mark in self.marks(stage).values()}, version=b2t_kaggle.__version__,
                     stages={n: self.key(n) for n in self.needs(stage)})
 
-# %% ../../nbs/pipeline/07_run.ipynb #c016
+# %% ../../nbs/pipeline/07_run.ipynb #c014
+@patch
+def check_plugin(self: Run) -> None:
+    "Raise `PipelineError` if the run has a plugin that is not in use: its folder alone executes no code."
+    if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
+    raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
+                        f'{self.plugin}, and add --plugin {self.plugin}')
+
+@patch
+def check_unchanged(self: Run, stage: str) -> None:
+    "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."
+    for name in plan(self.cfg, stage):
+        try: marks = self.marks(name)
+        except PipelineError: continue # Its files are not here, so it was done elsewhere
+        now = content_fingerprints(f for f in marks if f.is_file())
+        if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
+            raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
+                                'count. The results of the stages before it are kept; wait until the file is '
+                                'complete, and run the same command again')
+
+# %% ../../nbs/pipeline/07_run.ipynb #c017
 @patch(as_prop=True)
 def data_dir(self: Run) -> Path:
     "Folder of the sessions: the configured one, the first of several, or the simulated one."
@@ -235,26 +255,6 @@ def nbest(self: Run, split: str, stage: str | None = None) -> list[list]:
 def lists_for(self: Run, stage: str) -> dict[str, list[list]]:
     "Last n-best lists that are made before a stage, by split."
     return {split: self.nbest(split, list_stage(self.cfg, before=stage)) for split in self.splits}
-
-# %% ../../nbs/pipeline/07_run.ipynb #c021
-@patch
-def check_plugin(self: Run) -> None:
-    "Raise `PipelineError` if the run has a plugin that is not in use: its folder alone executes no code."
-    if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
-    raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
-                        f'{self.plugin}, and add --plugin {self.plugin}')
-
-@patch
-def check_unchanged(self: Run, stage: str) -> None:
-    "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."
-    for name in plan(self.cfg, stage):
-        try: marks = self.marks(name)
-        except PipelineError: continue # Its files are not here, so it was done elsewhere
-        now = content_fingerprints(f for f in marks if f.is_file())
-        if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
-            raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
-                                'count. The results of the stages before it are kept; wait until the file is '
-                                'complete, and run the same command again')
 
 # %% ../../nbs/pipeline/07_run.ipynb #c024
 def find_source(
