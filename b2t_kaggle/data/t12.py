@@ -158,7 +158,7 @@ def text_files(
     "The files with the train sentences of a folder. Raises `SessionError` without sessions."
     folder = Path(folder)
     files = [path for s in list_sessions(folder) if (path := session_path(folder, s, 'train')).exists()]
-    return files or [source['train'] for source in _sources(folder)[1].values() if 'train' in source]
+    return files or [path for source in _sources(folder)[1].values() if (path := source.get('train'))]
 
 def train_sentences(
     folder: str | Path, # Folder of sessions, or of T12's MATLAB files

@@ -144,7 +144,7 @@ def save_plan(plan: Plan, folder: Path, retry: bool = False) -> None:
     before = read_plan(folder)
     for key in ('name', 'accelerator', 'preset', 'overrides', 'lm', 'llms') if before else ():
         old, new = getattr(before, key), getattr(plan, key)
-        may_change = key in ('overrides', 'lm', 'llms') and retry or key == 'llms' and not old
+        may_change = retry and key not in ('name', 'accelerator', 'preset') or key == 'llms' and not old
         if old != new and not may_change:
             raise ValueError(f'{folder}: is the cycle with {key} {old!r}, this one has {new!r}; give it another --id')
     if before != plan: write_whole(folder/'cycle.json', json.dumps(asdict(plan), indent=1) + '\n')
@@ -424,7 +424,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
                lambda: self._watch(kernel),
                [f'kaggle kernels status {kernel}', 'until that says COMPLETE'], now)
     yield Step(f'fetch the output of {kernel}', lambda: output.exists() and not problem(), fetch,
-               [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}']*(notebook.source == 'submit'),
+               [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}']*('models' in notebook.parameters),
                lambda: [problem()] if output.exists() else [])
 
 @patch

@@ -203,8 +203,8 @@ def _changes(run: OpenRun, trials: pd.DataFrame, before: OpenRun | None) -> dict
     def best(lists): return [lists[int(i)][0].text for i in trials.index]
     texts = {s: best(lists[s]) for s in lists}
     pairs = {f'{s} (LLM)' if STAGES[s].uses_llm else s: (texts[earlier], texts[s]) for earlier, s in pairwise(texts)}
-    if 'decode' in lists:
-        heard = [max(lists['decode'][int(i)], key=lambda h: h.acoustic).text for i in trials.index]
+    if (decoded := lists.get('decode')) is not None:
+        heard = [max(decoded[int(i)], key=lambda h: h.acoustic).text for i in trials.index]
         pairs = {'n-gram': (heard, texts['decode'])} | pairs
     if before:
         names = ['session', 'key']
