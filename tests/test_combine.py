@@ -39,8 +39,8 @@ def test_among_equals_the_first_sentence_wins():
 
 def test_certainty_wins():
     systems = [[hyp('a b c', 0.), hyp('a d c', -50.), hyp('x y z', -60.)]], [[hyp('x y z', 0.)]]
-    assert combine(systems, Combination('mbr', 1., (1., 0.))) == ['a b c']
-    assert combine(systems, Combination('mbr', 1., (0., 1.))) == ['x y z']
+    assert combine(systems, Combination(weights=(1., 0.))) == ['a b c']
+    assert combine(systems, Combination(weights=(0., 1.))) == ['x y z']
 
 
 def test_words_far_beyond_a_byte_are_told_apart():

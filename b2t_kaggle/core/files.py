@@ -48,7 +48,6 @@ def _owner(pid: int | None = None) -> str:
     return f'{_place()}-{pid}-{_process(pid)[1]}'
 
 def _is_running(pid: int, begin: str) -> bool:
-    "Whether a process with this PID that began then is running."
     try: os.kill(pid, 0)  # Signal 0 only checks
     except ProcessLookupError: return False
     except PermissionError: pass  # It belongs to another user
@@ -296,7 +295,6 @@ def format_size(
     return f'{n_bytes} bytes'
 
 def _existing(folder: str | Path) -> Path:
-    "The folder, or the nearest existing parent."
     folder = Path(folder).absolute()
     while not folder.exists(): folder = folder.parent
     return folder

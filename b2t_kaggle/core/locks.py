@@ -81,7 +81,6 @@ class Lock:
         self._file: tuple[int, int] | None = None # While it is held
 
     def _take(self) -> bool:
-        "Take the lock unless another process holds it."
         try: fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError: return self._remove_if_dead() and self._take()
         try:
@@ -96,7 +95,6 @@ class Lock:
         return True
 
     def _remove_if_dead(self) -> bool:
-        "Remove the file of a dead holder."
         def is_dead():
             self._holder = _read_holder(self.path)
             return _is_dead(self._holder, time.time() - os.stat(self.path).st_mtime)

@@ -78,7 +78,6 @@ def _record_batch(schema: pa.Schema, values: np.ndarray, lengths: list[int], row
 _PAGE = 512 # 64-bit numbers
 
 def _checksum(values: np.ndarray) -> int:
-    "Checksum of an array's bytes."
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     n_pages = len(data)//(8*_PAGE)
     sums = data[:8*_PAGE*n_pages].view(np.uint64).reshape(n_pages, _PAGE).sum(1, dtype=np.uint64)
@@ -188,7 +187,6 @@ class RaggedWriter:
 
 # %% ../../nbs/core/10_ragged.ipynb #c023
 def _one_line(e: Exception) -> str:
-    "An exception's message, shortened."
     return ' '.join(str(e).split())[:200] or type(e).__name__
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:

@@ -169,7 +169,6 @@ def _yaml_loader() -> type:
     return Loader
 
 def _yaml_problem(e: Exception) -> str:
-    "The message of a YAML error, in one line."
     mark = getattr(e, 'problem_mark', None)
     place = f'line {mark.line + 1}: ' if mark else ''
     problem = getattr(e, 'problem', None) or getattr(e, 'reason', None) or str(e) or type(e).__name__

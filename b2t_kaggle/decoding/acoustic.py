@@ -428,7 +428,6 @@ class _Prior(NamedTuple):
     bounds: _Bounds
 
     def with_bounds(self, log_probs: np.ndarray, texts: list[list[int]], prons: Pronunciations) -> '_Prior':
-        "The same with bounds from the graph of the list."
         words, begins, ranges = _alternatives(texts)
         spelled = _spelling_graph(np.array(words, np.int64), prons)
         graph, place = spelled._with_alternatives(len(texts[0]), begins)

@@ -261,7 +261,6 @@ def _rank(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray, st
 _ENOUGH = 10 # Sentences of a trial that need no further search
 
 def _distinct(*lists: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    "The distinct texts of all lists, in the order of the lists."
     texts = {tuple(words[a:b].tolist()): None for words, starts in lists for a, b in itertools.pairwise(starts)}
     start, words = flatten(texts)
     return words, start

@@ -98,7 +98,6 @@ class HistoryScorer(ScoreCache):
             self.ngram.resolve(((before << 32) | (keys & _WORD))[states < 0])
 
     def _append(self, keys: np.ndarray, ngram: np.ndarray, states: np.ndarray) -> np.ndarray:
-        "Append histories; returns their numbers."
         first, size = self.n, len(self.histories.parent)
         self.n += len(keys)
         if self.n > size: # It at least doubles

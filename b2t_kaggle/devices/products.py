@@ -27,12 +27,10 @@ def has_idle_avx512(path: str | Path = '/proc/cpuinfo') -> bool:
 
 @cache
 def _is_onednn_faster() -> bool:
-    "Whether float32 products are faster by oneDNN than PyTorch's own."
     return platform.system() == 'Linux' and torch.backends.mkldnn.is_available() and has_idle_avx512()
 
 @cache
 def _is_bfloat16_onednn() -> bool:
-    "Whether PyTorch's own products in bfloat16 are oneDNN's."
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 def _dense(x: Tensor) -> Tensor:

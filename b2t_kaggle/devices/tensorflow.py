@@ -149,7 +149,6 @@ def _start_and_count(d: Detected, address: str) -> int:
         raise DeviceError(f'{e}. If it was not built for TPUs, {_no_kernels(d)}') from e
 
 def _pick_tpu(d: Detected, address: str, accelerator: str, precision: str) -> Device:
-    "The TPU at this address, started; raises `DeviceError`."
     n_devices = _start_and_count(d, address)
     tpu = d.tpu or Tpu(f'at {address}', None, None, {})
     device = replace(machine.tpu_device(replace(d, tpu=tpu), accelerator, precision), kind='tpu', n_devices=n_devices)

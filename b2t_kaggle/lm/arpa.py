@@ -122,7 +122,6 @@ def is_kenlm_binary(path: str | Path) -> bool:
 
 # %% ../../nbs/lm/00_arpa.ipynb #c016
 def _format_lines(words: list[str], grams: Grams, with_backoff: bool) -> Iterator[str]:
-    "The line of each n-gram."
     log_prob = grams.log_prob.tolist()
     text = (' '.join(map(words.__getitem__, ids)) for ids in grams.ids.tolist())
     if with_backoff:
@@ -406,7 +405,6 @@ _CORRECT_HEAD = 'correct the number there, or write the file again'
 
 @patch
 def _read_sections(self: ArpaReader, f: BinaryIO) -> Iterator[Grams]:
-    "The n-grams of an open file."
     heading = self._read_counts(f)
     table = word_table([])
     is_whole = True
@@ -431,7 +429,6 @@ def _read_sections(self: ArpaReader, f: BinaryIO) -> Iterator[Grams]:
 
 @patch
 def _number_words(self: ArpaReader, lines: list[bytes], first_line: int) -> None:
-    "Number the words of unigram lines."
     for line_number, fields in enumerate(map(bytes.split, lines), first_line):
         if len(fields) < 2: continue
         new = len(self.ids)

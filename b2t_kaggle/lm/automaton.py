@@ -242,7 +242,6 @@ def _merge_states(lm):
 _BOS, _EOS, _UNK = '<s>', '</s>', '<unk>'
 
 def _bytes(words: Iterable[str]) -> list[bytes]:
-    "Words in the bytes of the file."
     return [w.encode(errors='surrogateescape') for w in words]
 
 def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:

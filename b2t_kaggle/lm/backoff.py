@@ -119,7 +119,6 @@ def renormalize(
 
 # %% ../../nbs/lm/10_backoff.ipynb #c018
 def _word_ids(tables: list[BackoffTable], n: int, rows: np.ndarray, n_words: int) -> np.ndarray:
-    "The word ids of some n-grams of order n [len(rows), n]."
     ids = np.empty((len(rows), n), np.int32)
     for i in reversed(range(n)):
         key = tables[i].key[rows]

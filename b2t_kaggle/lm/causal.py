@@ -573,9 +573,9 @@ def choose_start(
     longest = min(n for n in (*limits, 1 << 20) if n)*3//4
     for n in sizes if prompt else ():
         start = (*first, *ids(''.join(f'{s}\n' for s in rest[:n])))
-        if len(start) > longest and prompt != 'auto':
+        if len(start) > longest:
+            if prompt == 'auto': break
             raise LanguageModelError(f'the prompt has {len(start)} tokens, expected up to {longest}; shorten it')
-        if len(start) > longest: continue
         losses[start] = loss(start)
         if prompt != 'auto' or losses[start] < losses[best]: best, end = start, ids('a\n')[-1]
     _STARTS[tokenizer] = list(best), end

@@ -64,7 +64,6 @@ _TITLES = frozenset('mr mrs ms dr prof st jr sr gen col sgt lt capt rev hon vs n
 _BREAK = re.compile(r'''(?<!\S)(\S*[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])''')
 
 def _split_sentences(line: str) -> list[str]:
-    "The sentences of a line."
     sentences = []
     start = 0
     for m in _BREAK.finditer(line):
@@ -162,7 +161,6 @@ _NUMBERS: list[tuple[re.Pattern, Any]] = [(re.compile(pattern), spoken) for patt
 ]]
 
 def _say_numbers(text: str) -> str:
-    "Numbers as people say them."
     for pattern, spoken in _NUMBERS: text = pattern.sub(spoken, text)
     return spell_numbers(text)
 

@@ -133,7 +133,6 @@ def save_adapter(
 
 # %% ../../nbs/lm/04_finetune.ipynb #c018
 def _hash(values) -> str:
-    "A short hash of something that has a text."
     return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 def model_mark(
@@ -182,7 +181,6 @@ def restore(self: TrainingState, n_steps: int) -> int:
 
 # %% ../../nbs/lm/04_finetune.ipynb #c023
 def _add_lora(model, rank: int):
-    "The model with LoRA layers beside all linear ones, in training mode."
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     if getattr(model, 'is_quantized', False):
         model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=dict(use_reentrant=False))
@@ -191,7 +189,6 @@ def _add_lora(model, rank: int):
     return get_peft_model(model, config).train()
 
 def _batches(n: int, epochs: int, batch_size: int) -> list[list[int]]:
-    "Numbers of the examples of each step, `epochs` times in random order."
     order = torch.cat([torch.randperm(n) for _ in range(epochs)]).tolist()
     bounds = np.linspace(0, len(order), epochs*-(-n//batch_size) + 1).astype(int)
     return [order[a:b] for a, b in zip(bounds, bounds[1:])]

@@ -164,7 +164,6 @@ def kneser_ney(
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c033
 def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:
-    "The word ids of some n-grams of order n [len(rows), n]."
     ids = np.empty((len(rows), n), dtype=np.int32)
     for i in range(n):
         t = tables[n - 1 - i]

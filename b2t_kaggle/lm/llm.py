@@ -69,7 +69,6 @@ def _find_base(name: str) -> str:
     raise LanguageModelError(f'{path}: found {len(files)} ({names}) GGUF files in it, expected one; give the file')
 
 def _is_gguf(path: Path) -> bool:
-    "Whether a file begins like GGUF."
     with open(path, 'rb') as f: return f.read(4) == b'GGUF'
 
 def files_of(

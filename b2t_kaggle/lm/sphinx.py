@@ -102,7 +102,6 @@ _MAX_ORDER = 5  # Pocketsphinx reads no larger one
 _N_VALUES = 65536
 
 class _Blocks(Blocks):
-    "Takes one block after the other off a file of CMU Sphinx."
     error = SphinxError
 
 
@@ -157,7 +156,6 @@ def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
 _LOG10 = math.log10(1.0001)
 
 def _parse(data: bytes, name: str) -> SphinxModel:
-    "The model of a file's bytes."
     blocks = _Blocks(data, name)
     counts = blocks.read_counts()
     levels = blocks.read_levels(counts)

@@ -8,7 +8,6 @@ __all__ = ['Combination', 'posterior', 'minimum_bayes_risk', 'combine']
 # %% ../../nbs/rescoring/01_combine.ipynb #c003
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -19,16 +18,14 @@ from ..phonemes import normalize_sentence
 @dataclass(frozen=True)
 class Combination:
     "The way in which systems are combined."
-    method: Literal['mbr'] = 'mbr'   # Minimum Bayes risk
-    temperature: float = 1.0         # Divisor of totals; inf: each entry of a list has one vote
-    weights: tuple[float, ...] = ()  # Weight of each system; equal if empty
+    temperature: float = 1.0        # Divisor of totals; inf: each entry of a list has one vote
+    weights: tuple[float, ...] = () # Weight of each system; equal if empty
 
 def posterior(
     lists: Sequence[Sequence[Hypothesis]], # The n-best of each system for one trial
     combination: Combination,
 ) -> dict[str, float]: # Probability of each distinct sentence, normalised as in the metric
     "A mixture of the systems' tempered softmax over totals."
-    if combination.method != 'mbr': raise ValueError(f"method is {combination.method!r}; expected 'mbr'")
     p: dict[str, float] = {}
     for w, hyps in zip(combination.weights or (1.,)*len(lists), lists, strict=True):
         shares = posteriors([h.total for h in hyps], combination.temperature) if hyps else np.zeros(0)

@@ -238,7 +238,6 @@ class _TokenTree:
         return sum(x.numel()*x.element_size() for layer in self.cache.layers for x in (layer.keys, layer.values))
 
     def _grow(self, parents: Sequence[int]) -> None:
-        "Depths and beginnings of new tokens."
         n = len(self.depth)
         self.depth = np.append(self.depth, np.zeros(len(parents), np.int64))
         self.ancestor = np.pad(self.ancestor, (0, len(parents)))
@@ -256,7 +255,6 @@ class _TokenTree:
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c023
 class _Batch:
-    "Tokens to be run together."
     def __init__(self, n_rows: int):
         self.first = n_rows # Number of the first one
         self.tokens: list[int] = []

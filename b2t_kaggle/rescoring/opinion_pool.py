@@ -237,7 +237,6 @@ class OpinionPool:
         return self._choose(trials, range(len(trials.trials)))
 
     def _choose(self, trials: Opinions, numbers: Iterable[int]) -> list[Combined]:
-        "The sentences of the trials with these numbers."
         w = np.array([*self.coefficients.values(), *self.deviations.values()])
         constant, slope = self.certainty
         combined = []
@@ -250,7 +249,6 @@ class OpinionPool:
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c025
 @patch
 def _fit(self: Opinions, edits: np.ndarray, numbers: Iterable[int]) -> OpinionPool:
-    "Fit a pool on the trials of these numbers; edits are of all rows."
     numbers = [i for i in numbers if self.sizes[i]]
     sizes = self.sizes[numbers] if numbers else np.zeros(0, int)
     starts = np.cumsum([0, *sizes])[:-1]

@@ -25,7 +25,6 @@ _NAME = 'b2t-serve' # Prefix of the connection names of all servers
 
 # %% ../../../nbs/decoding/server/01_server.ipynb #c006
 def _redis():
-    "The package redis."
     try:
         import redis
     except ImportError: raise RuntimeError('the server needs redis-py; pip install b2t_kaggle[serve]') from None
