@@ -36,7 +36,6 @@ class Html(str):
 _NUMBER = re.compile(r'[-+]?[\d,.]+( ?%| s| min| h)?')
 
 def _text(cell) -> str:
-    "A value of a table as it is read."
     if isinstance(cell, float): return f'{cell:.4g}'
     return f'{cell:,}' if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
 

@@ -212,7 +212,6 @@ def open_hdf5(path: str | Path) -> 'h5py.File':
 
 # %% ../../nbs/core/03_reading.ipynb #c027
 def _short(text: str) -> str:
-    "The beginning of a text, as a literal."
     return repr(text if len(text) <= 60 else text[:60] + '…')
 
 def check_link(

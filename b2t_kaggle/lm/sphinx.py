@@ -32,8 +32,6 @@ class SphinxError(TrieError):
 class SphinxModel(NamedTuple):
     "A language model of CMU Sphinx, in the form of an ARPA file."
     arpa: Arpa          # The model; words are normalised
-    left_out: list[str] # Words that are not in it
-    unreachable: int    # Number of n-grams in the file without a parent
     licence: str | None # Text of the licence that came with the file
 
 def read_sphinx(
@@ -62,7 +60,7 @@ def read_sphinx(
         # Beside the installed package, in whose folder model/en-us the file is
         files = [f for d in path.absolute().parents[:4] for f in sorted(d.glob('pocketsphinx-*.dist-info/**/LICENSE*'))]
         if files: licence = files[0].read_text('utf-8')
-    return _parse(data, str(path))._replace(licence=licence)
+    return SphinxModel(_parse(data, str(path)), licence)
 
 def import_sphinx(
     source: str | Path,   # Model, wheel of pocketsphinx, or a folder with either
@@ -155,7 +153,7 @@ def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
 # %% ../../nbs/lm/13_sphinx.ipynb #c021
 _LOG10 = math.log10(1.0001)
 
-def _parse(data: bytes, name: str) -> SphinxModel:
+def _parse(data: bytes, name: str) -> Arpa:
     blocks = _Blocks(data, name)
     counts = blocks.read_counts()
     levels = blocks.read_levels(counts)
@@ -181,5 +179,4 @@ def _parse(data: bytes, name: str) -> SphinxModel:
         grams[0] = Grams(np.arange(len(vocabulary), dtype=np.int32)[:, None],
                          np.append(grams[0].log_prob, np.float32(math.log10(left))),
                          np.append(grams[0].backoff, np.float32(0)))
-    left_out = [w for w, n in zip(words, names) if n is None]
-    return SphinxModel(Arpa(vocabulary, grams), left_out, sum(counts) - sum(map(len, ids)), licence=None)
+    return Arpa(vocabulary, grams)

@@ -174,7 +174,6 @@ def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c015
 def _entries(path: Path) -> Iterator[tuple[Trial, list[Entry]]]:
-    "Trials and entries of a file; raises a `ValueError` that names the line."
     text = read_text(path)
     if path.suffix == '.csv':
         (_, header), *rows = csv_rows(text) or [(1, [])]

@@ -178,7 +178,6 @@ _EMPTY_SLOT = -2. # Added to the scores that find candidates: a deletion also sa
 _FULL_GAP = .5
 
 class _Labelled(NamedTuple):
-    "Features and true classes of a trial."
     slots: Rows
     gaps: Rows
     slot_classes: np.ndarray # [n]
