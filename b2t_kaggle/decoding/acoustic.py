@@ -16,12 +16,11 @@ import numpy as np
 from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
 
-from ..core.jit import borrowed, njit
+from ..core.jit import borrowed
+from ..core.jit import inlined as _inlined
+from ..core.jit import jit as _jit
 from .lexicon import flatten
 from ..phonemes import BLANK, SIL
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
-_inlined = njit(cache=True, nogil=True, forceinline=True) # For loops in which passing the arrays would take longer
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c005
 class Pronunciations(NamedTuple):
@@ -389,7 +388,6 @@ def _needed_frames(graph):
 
 @_jit
 def _fill_bounds(log_probs, graph, low, high, most):
-    "Write the bounds of the nodes from low[t] to high[t]."
     log_probs, graph, low, high, most = borrowed((log_probs, graph, low, high, most))
     label = np.full(len(graph.is_end), -math.inf)
     for i in range(len(label)):

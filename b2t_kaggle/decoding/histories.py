@@ -11,12 +11,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from fastcore.basics import patch
 
-from ..core.jit import njit
+from ..core.jit import jit as _jit
 from .scorers import NGramScorer, ScoreCache, score_word
 from ..lm.automaton import find
 from ..lm.ngram import LN10
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../nbs/decoding/02_histories.ipynb #c006
 class FusedTrial(Protocol):
@@ -157,7 +155,6 @@ def _fuse(self: HistoryScorer, histories: np.ndarray, held: np.ndarray) -> np.nd
 
 @patch
 def _set_scores(self: HistoryScorer, before, words, ngram: np.ndarray, llm: np.ndarray) -> None:
-    "Write final scores of words after histories into the table."
     keys = (np.asarray(before, np.int64) << 32) | words
     total = self.lm_weight*ngram + self.fusion.weight*llm
     self.arcs['log_prob'][_places(self.arcs, keys)] = total/(LN10*self.weight)

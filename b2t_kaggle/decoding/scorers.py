@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.jit import borrowed, njit, prefetch
+from ..core.jit import borrowed, prefetch
+from ..core.jit import inlined as _inlined
+from ..core.jit import jit as _jit
 from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, empty_table, find, first_place, step
 from ..lm.boost import most_gains
 from ..lm.ngram import LN10, NGram
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
-_inlined = njit(cache=True, nogil=True, forceinline=True) # For loops in which passing the arrays would take longer
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c005
 _PAIR = np.dtype([('ngram', np.int32), ('phrase', np.int32)]) # Two states

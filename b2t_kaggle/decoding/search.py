@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from fastcore.basics import patch
 
-from ..core.jit import borrowed, njit
+from ..core.jit import borrowed
+from ..core.jit import jit as _jit
 from .histories import HistoryScorer
 from .lexicon import Trie, count_bits, flatten, lowest_bit
 from .scorers import NGramScorer, NGramView, expect_word, may_gain, score_word
 from ..lm.ngram import LN10
 from ..phonemes import BLANK
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../nbs/decoding/04_search.ipynb #c021
 _HYP = np.dtype([ # A hypothesis

@@ -24,7 +24,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..core.files import atomic_path
-from ..core.jit import njit
+from ..core.jit import jit as _jit
 from ..core.reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
@@ -184,8 +184,6 @@ def _parse_line(line: bytes, n: int, ids: dict[bytes, int]) -> tuple[list[int], 
     return [ids[w] for w in words], log_prob, backoff
 
 # %% ../../nbs/lm/00_arpa.ipynb #c024
-_jit = njit(cache=True, nogil=True)
-
 class WordTable(NamedTuple):
     "A hash table of words with open addressing, whose size is a power of two."
     keys: np.ndarray # Hash of a word, -1 where free [size] int64

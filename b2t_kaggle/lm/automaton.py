@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.files import atomic_path, content_hashes, unchanged, user_cache
-from ..core.jit import njit
+from ..core.jit import inlined as _inlined
+from ..core.jit import jit as _jit
 from ..core.reading import check_is_file
 from b2t_kaggle.lm.arpa import (
     ArpaError,
@@ -34,9 +35,6 @@ from b2t_kaggle.lm.arpa import (
 from .ngram import LN10, NGram
 from .tries import KenLMReader, TrieError, is_trie
 from ..phonemes import to_ascii
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
-_inlined = njit(cache=True, nogil=True, forceinline=True) # For loops in which passing the arrays would take longer
 
 # %% ../../nbs/lm/09_automaton.ipynb #c008
 ARC = np.dtype([('key', np.int64), ('log_prob', np.float32), ('next', np.int32)])  # A key of -1 is a free place
@@ -341,7 +339,6 @@ def _read_cache(path: Path, key: bytes) -> tuple[dict, dict[str, np.ndarray]] | 
     return facts, arrays
 
 def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    "Facts and arrays of an ARPA file, from the cache or built and cached."
     key = _key(path)
     name = f'{path.name}.automaton'
     places = path.with_name(name), user_cache('automata')/f'{key.hex()[:16]}-{name}'

@@ -14,13 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.jit import njit
+from ..core.jit import jit as _jit
 from ..core.reading import is_finite_number, read_text, split_lines
 from .automaton import FIRST, STATE, Arrays, empty_table, find
 from .ngram import LN10
 from ..phonemes import ARPABET, normalize_sentence
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../nbs/lm/15_boost.ipynb #c006
 class Boost(NamedTuple):

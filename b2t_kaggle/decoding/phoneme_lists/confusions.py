@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.jit import njit
+from ...core.jit import jit as _jit
 from .lists import Network, align_sequences
 from ...phonemes import BLANK, PHONEMES, SIL
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../../nbs/decoding/phoneme_lists/01_confusions.ipynb #c006
 N_CLASSES = len(PHONEMES)

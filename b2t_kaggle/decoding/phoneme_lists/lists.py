@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.jit import njit
+from ...core.jit import jit as _jit
 from ...core.reading import is_finite_number, parse_json, read_text, split_lines
 from ...phonemes import BLANK, PHONEMES, SIL, normalize_sentence
-
-_jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c006
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES) if i != BLANK} | {'|': SIL}
