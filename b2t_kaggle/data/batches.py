@@ -90,7 +90,6 @@ def apportioned(
 @patch
 def _sample_groups(self: DayBalancedSampler, days_of_trials: np.ndarray, shares: Mapping[str, float],
                    groups: np.ndarray, batch_size: int, days_per_batch: int, seed: int) -> None:
-    "Make a sampler for each group, which has its share of trials and days."
     n_trials = apportioned(batch_size, shares, 'data.batch_size')
     n_days = apportioned(days_per_batch, shares, 'data.days_per_batch')
     for name, share in shares.items():
@@ -174,7 +173,6 @@ def _converted(typing_context, x, like):
 # %% ../../nbs/data/04_batches.ipynb #c035
 @njit(cache=True, nogil=True)
 def _fill(flat, starts, lengths, out):
-    "Copy arrays into the rows of a batch, converted, and pad them with zeros."
     for row in range(len(starts)):
         source = flat[starts[row]:starts[row] + lengths[row]]
         target = out[row]
@@ -183,7 +181,6 @@ def _fill(flat, starts, lengths, out):
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    "The bits of a float16 array; other arrays unchanged."
     return x.view(np.uint16) if x.dtype == np.float16 else x
 
 def fill_rows(

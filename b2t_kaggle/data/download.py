@@ -69,7 +69,6 @@ class RemoteFile:
 # %% ../../nbs/data/05_download.ipynb #c012
 def _open_url(url: str, token: str | None = None, headers: dict[str, str] | None = None,
               data: dict[str, str] | None = None) -> requests.Response:
-    "Send one request. Raises `requests.RequestException`."
     sent = {'User-Agent': 'b2t_kaggle', 'Accept-Encoding': 'identity', **(headers or {})}
     if token: sent['Authorization'] = f'Bearer {token}'
     response = requests.request('POST' if data else 'GET', url, data=data, headers=sent, stream=True, timeout=60,
@@ -256,14 +255,12 @@ _BYTES = 11_050_000_000 + 484_940_000 # Size of both archives, as Dryad's page s
 _UNPACKED = 1.3 # Size of their contents, relative to the archives
 
 def _recordings_folder(folder: str | Path) -> Path:
-    "The folder of the sessions. Raises `DownloadError` without sessions."
     root = Path(folder)/RECORDINGS
     for place in (root/'hdf5_data_final', root, *sorted(p for p in root.rglob('*') if p.is_dir())):
         if place.is_dir() and list_sessions(place): return place
     raise DownloadError(f'{root}: no session in it, expected folders t15.YYYY.MM.DD; delete it and run this again')
 
 def _missing(folder: Path) -> list[str]:
-    "The archives that are not unpacked yet."
     return [name for name in ARCHIVES if not (folder/name).is_dir()]
 
 # %% ../../nbs/data/05_download.ipynb #c034
@@ -290,8 +287,6 @@ def _dryad_files() -> dict[str, RemoteFile]:
                             f'download the files with a browser from {DRYAD}/dataset/{DOI}') from None
 
 def _dryad_token() -> str | None:
-    """The token from `DRYAD_TOKEN`, or one for `DRYAD_CLIENT_ID` and `DRYAD_CLIENT_SECRET`; `None` without them. Raises
-    `AccessError` if Dryad does not accept the secret."""
     token, client, secret = map(os.environ.get, ('DRYAD_TOKEN', 'DRYAD_CLIENT_ID', 'DRYAD_CLIENT_SECRET'))
     if token or not (client and secret): return token
     form = dict(client_id=client, client_secret=secret, grant_type='client_credentials')

@@ -54,7 +54,6 @@ def read_matlab(
     return variables
 
 def _elements(data: memoryview, align: int = 8) -> Iterator[tuple[int, memoryview]]:
-    "Type and content of each element."
     while data:
         kind, size = (int.from_bytes(data[i:i + 4], 'little') for i in (0, 4))
         begin, end = 8, 8 + size + -size % align
@@ -87,7 +86,6 @@ def _unpacked(packed: memoryview) -> memoryview:
     return memoryview(data)[8:]
 
 def _values(element: memoryview, is_cell: bool = False) -> np.ndarray | list:
-    "Values of a variable or a cell."
     if is_cell and not element: return np.zeros((0, 0)) # As MATLAB writes an empty cell
     elements = _elements(element)
     cls, dims, _ = _head(elements)
@@ -127,7 +125,6 @@ def _element(kind: int, data: bytes) -> bytes:
     return struct.pack('<II', kind, len(data)) + data + bytes(-len(data) % 8)
 
 def _matrix(cls: int, dims: Sequence[int], name: str, contents: bytes) -> bytes:
-    "The element of a variable or a cell."
     head = [(6, struct.pack('<II', cls, 0)), (5, struct.pack(f'<{len(dims)}i', *dims)), (1, name.encode('ascii'))]
     return _element(_MATRIX, b''.join(_element(*part) for part in head) + contents)
 

@@ -30,11 +30,9 @@ class Writer:
         return self._uniforms.pop()
 
     def _pick(self, options):
-        "A random option, all equally likely."
         return options[int(self._uniform()*len(options))]
 
     def _choose(self, options: list, cumulative: list):
-        "A random option, by cumulative weights."
         return options[bisect(cumulative, self._uniform()*cumulative[-1], hi=len(options) - 1)]
 
     def _word(self, cls: str, topic: str) -> str:
@@ -74,7 +72,6 @@ class Writer:
         return _finish(self._expand(_FIRST_RULE[corpus], topic))
 
     def _random_word(self, topics: tuple[str, ...]) -> str:
-        "A word of any class and topic, independent of the word before."
         self._last_word = ''
         cls = self._pick('NMVIA')
         topic = self._pick(topics)
@@ -132,12 +129,10 @@ def _doubled(verb: str) -> str:
     return verb + verb[-1] if verb in _DOUBLED else verb
 
 def _ing(verb: str) -> str:
-    "The present participle."
     silent_e = verb[-1] == 'e' and verb[-2:] != 'ee' and verb != 'be'
     return (verb[:-1] if silent_e else _doubled(verb)) + 'ing'
 
 def _ed(verb: str) -> str:
-    "The regular past."
     if verb[-1] == 'e': return verb + 'd'
     if _ends_in_consonant_y(verb): return verb[:-1] + 'ied'
     return _doubled(verb) + 'ed'

@@ -95,7 +95,6 @@ class SessionError(ValueError):
 
 # %% ../../nbs/data/00_sessions.ipynb #c011
 def _is_session(name: str) -> bool:
-    "Whether a name consists of a participant and a day that exists."
     match = re.fullmatch(r't\d+\.(\d{4})\.(\d{2})\.(\d{2})', name)
     with suppress(ValueError): return bool(match and date(*map(int, match.groups())))
     return False
@@ -143,11 +142,9 @@ def _has_type(value, kind: str) -> bool:
     return value.ndim == 1 if '[' in kind else value.ndim == 0 and value <= np.iinfo(np.int64).max
 
 def _short(text: str) -> str:
-    "A text, shortened for an error message."
     return text if len(text) <= 100 else text[:100] + '…'
 
 def _describe(value) -> str:
-    "Type and shape of an array, or a value, for an error message."
     if np.ndim(value): return f'{np.asarray(value).dtype} {list(np.shape(value))}'
     return _short(repr(value) if isinstance(value, str) else f'{type(value).__name__} {value!r}')
 
@@ -159,7 +156,6 @@ _FETCH_OR_LEAVE_OUT = f'{_FETCH}, or {_LEAVE_OUT}'
 _Faults = Iterator[tuple[str, ...]] # Fields of `Problem` after file and trial
 
 def _check_types(raw: dict, split: str, n: int = N_FEATURES) -> _Faults:
-    "Faults: fields that are missing or of a wrong type."
     for field, kind in _fields(split, n).items():
         if field not in raw:
             place = 'dataset' if field in _DATASETS else 'attribute'
@@ -192,7 +188,6 @@ def _check_features(raw: dict, checked: set[str], dtype: np.dtype, subset: list[
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
 def _check_class_ids(raw: dict) -> _Faults:
-    "Faults: phoneme labels that are out of range, or whose number is not `seq_len`."
     ids = raw['seq_class_ids']
     n = int(raw['seq_len'])
     n_used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
@@ -292,7 +287,6 @@ def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str
     return problems, groups
 
 def _trial_numbers(raw: dict) -> tuple[int, int] | None:
-    "Block and trial number; `None` if they cannot be read."
     if not all(_has_type(raw.get(name), 'integer') for name in ('block_num', 'trial_num')): return None
     return int(raw['block_num']), int(raw['trial_num'])
 
@@ -445,11 +439,9 @@ def write_session(
 
 # %% ../../nbs/data/00_sessions.ipynb #c052
 def _split_files(folder: Path) -> list[Path]:
-    "The files of a session that are there."
     return [p for p in (session_path(folder.parent, folder.name, s) for s in SPLITS) if p.exists()]
 
 def _check_session_files(folder: Path) -> Iterator[Problem]:
-    "Unread files of a session, and a session without files."
     present = _split_files(folder)
     for p in sorted(folder.iterdir()):
         if p.name.startswith('.') or p.suffix.lower() not in ('.hdf5', '.h5') or p in present: continue

@@ -113,7 +113,6 @@ _MIN_WORDS = 4    # No Harvard sentence is shorter
 _DRAWS = 100_000  # Most attempts to draw a sentence; the rarest kind of short sentence comes far more often
 
 def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str]) -> str:
-    "A sentence that is short enough and not in `held_out`; raises `SimulateError` if there are no more."
     if max_words < _MIN_WORDS:
         raise SimulateError(f'max_words is {max_words}, expected at least {_MIN_WORDS}: '
                             'one of the corpora has no shorter sentences')
@@ -206,7 +205,6 @@ _SMOOTH = 3.0  # bins; standard deviation of the kernel with which movements fol
 _JITTER = 0.1  # standard deviation with which a movement misses its target, in units of the features
 
 def _kernel(std: float) -> np.ndarray:
-    "A Gaussian that sums to one, out to three standard deviations."
     k = np.exp(-0.5*(np.arange(-int(3*std), int(3*std) + 1)/std)**2)
     return k/k.sum()
 
@@ -283,7 +281,6 @@ def _draw_tuning(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.n
 def _draw_shared(rng: np.random.Generator) -> np.ndarray: return 0.12*rng.standard_normal((_SHARED, 2*N_ELECTRODES))
 
 def _first_day(rng: np.random.Generator) -> _Implant:
-    "The electrodes on the first day."
     directions, gain, rate = _draw_tuning(rng)
     crossings, power = np.split(directions, 2)
     power = _wander(crossings, power, 0.8)  # power of the same neurons and of farther ones
@@ -293,7 +290,6 @@ def _first_day(rng: np.random.Generator) -> _Implant:
     return _Implant(np.concatenate([crossings, power]), gain, rate, shared, lag, alive)
 
 def _next_day(implant: _Implant, pause: int, rng: np.random.Generator) -> _Implant:
-    "The electrodes `pause` days later."
     rho = _TURN_SESSION*np.exp(-pause/_TURN_DAYS)
     directions, gain, rate = _draw_tuning(rng)
     shared = _draw_shared(rng)
@@ -308,7 +304,6 @@ def _next_day(implant: _Implant, pause: int, rng: np.random.Generator) -> _Impla
 
 # %% ../../nbs/data/02_simulate.ipynb #c039
 def _electrodes(implant: _Implant, snr: float, neural: int) -> Electrodes:
-    "The electrodes of a day as `features` needs them."
     strength = np.tile(np.repeat([s for s, _ in _ARRAYS.values()], _PER_ARRAY), 2)*_MODULATION*snr
     size = strength*np.exp(implant.gain)*np.tile(implant.alive, 2)
     crossings = np.log(_CROSSINGS[neural]) + implant.rate - 1.5*~implant.alive  # a dead electrode still sees some noise
@@ -415,7 +410,6 @@ def _sources(n: int, rng: np.random.Generator) -> np.ndarray: # Unit variance, [
 
 def _interfere(recorded: list[np.ndarray], size: float, day: int, block: int,
                seed: int = 0) -> None:
-    "Add noise of few sources to a block's recordings."
     pattern = np.random.default_rng((seed, 8, day)).standard_normal((len(_SOURCES), 2*N_ELECTRODES))
     pattern *= size/np.sqrt(np.square(pattern).sum(0))
     rng = np.random.default_rng((seed, 9, day, block))
@@ -506,7 +500,6 @@ def _claim(folder: Path, parameters: dict) -> None:
 _TRIAL_BYTES = 8000 # Size of labels and HDF5 overhead, measured on files of few trials, which take most
 
 def _simulated_bytes(plan: pd.DataFrame) -> int:
-    "About how large the session files of a plan become."
     counts = plan.sentence.value_counts()
     ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in counts.index]
     bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(counts, ids))
@@ -514,7 +507,6 @@ def _simulated_bytes(plan: pd.DataFrame) -> int:
 
 # %% ../../nbs/data/02_simulate.ipynb #c076
 def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float) -> None:
-    "Record a day of a plan and write its files."
     session = trials.session.iloc[0]
     def record(part): return (t for _, block in part.groupby('block') for t in simulate_block(block, e, *noise)[0])
     train = trials[trials.split == 'train'] # Recorded while it is written

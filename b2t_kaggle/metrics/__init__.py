@@ -100,7 +100,6 @@ def _phoneme_ids(x) -> list[int]:
     return to_class_ids(x).tolist() if any(isinstance(p, str) for p in x) else [int(p) for p in x]
 
 def _normalized(x) -> str:
-    "A text as the metric compares it."
     if not isinstance(x, str): raise ValueError(f'found {x!r}, expected text')
     return normalize_sentence(x)
 

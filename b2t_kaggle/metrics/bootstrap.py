@@ -54,7 +54,6 @@ class Difference(NamedTuple):
 FEW_TRIALS = 10 # With fewer trials the intervals are too narrow to be believed
 
 def _interval(edits: Sequence[int], length: Sequence[int], n: int = 2_000) -> list[float]:
-    "A rate, and both ends of its interval."
     low, high = np.quantile(bootstrap_rates(edits, length, n), [0.025, 0.975])
     return [float(np.sum(edits)/max(1, np.sum(length))), float(low), float(high)]
 

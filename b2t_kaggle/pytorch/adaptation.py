@@ -109,7 +109,6 @@ def _gradients(self: Adapter, loss: Tensor, day: int) -> dict[str, Tensor]:
 
 @patch
 def _copies(self: Adapter, x: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-    "Augmented copies of a trial, as in training, and their lengths."
     n, seed = self.options.adapt_copies, step_seed(self.cfg.train.seed, step, 1)
     copies, n_bins = self._tensor(x)[None].expand(n, -1, -1), self.backend.lengths(np.full(n, len(x)))
     return self.augment.apply(copies, n_bins, draw_cut(self.cfg.augment, seed), self.backend.generator(seed))

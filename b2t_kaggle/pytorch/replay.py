@@ -66,7 +66,6 @@ class Program:
         return dict(zip(self.names, outputs[n:]))
 
     def _seed(self, seed: int) -> Tensor:
-        "A seed as the program takes it `[]`."
         self.library._xla_set_rng_seed(seed, str(self.device))
         return self.library._get_base_seed_as_tensor(str(self.device))
 
@@ -113,7 +112,6 @@ class Replay:
         return result
 
     def _state(self) -> list[Tensor]:
-        "All tensors that a step leaves to the next."
         t = self.trainer
         models = [t.model] + ([t.average.model] if t.average else [])
         moments = [v for state in t.optimizer.state_dict().values() for v in state.values()]

@@ -35,11 +35,9 @@ class _Memory(io.BytesIO):
     def __str__(self): return f'memory{_ENDING}'
 
 def _contents(model: NamedModel) -> dict[str, dict]:
-    "Shape and checksum of each weight."
     return {name: dict(shape=list(v.shape), crc32=zlib.crc32(v.numpy())) for name, v in model.named_variables().items()}
 
 def _crc_of_texts(texts: Mapping[str, str]) -> int:
-    "Checksum of all texts, in the order of their names."
     return zlib.crc32(''.join(texts[k] for k in sorted(texts)).encode())
 
 def _write(path: str | Path, model: NamedModel, values: dict, optimizer: Mapping) -> None:

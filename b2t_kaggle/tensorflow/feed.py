@@ -28,7 +28,6 @@ from ..training.trials import bucket_lengths, usable_trials
 # %% ../../nbs/tensorflow/07_feed.ipynb #c005
 @cache
 def _say_that_it_compiles() -> None:
-    "Print once in a process that TensorFlow compiles."
     tqdm.write('TensorFlow compiles; the first batch of each length waits for that', file=sys.stderr)
 
 @dataclass

@@ -65,7 +65,6 @@ class StackedAdamW:
             state['step'].assign(step)
 
     def _update(self, w, exp_avg, exp_avg_sq, grad, step, updates, rate, decay):
-        "Weights and moments after a step, changed where there are updates."
         beta0, beta1 = self.betas
         t = tf.maximum(step, 1.)  # a day that has not been in a batch has no step to divide by
         m = beta0 * exp_avg + (1 - beta0) * grad

@@ -56,7 +56,6 @@ class AudioTower:
         self.frame_seconds = round(self.window_seconds/self._n_frames(self.extractor.nb_max_frames), 6)
 
     def _n_frames(self, n_mels):
-        "Frames of the tower for a number of log-mel frames."
         n = self.model._get_feat_extract_output_lengths(n_mels)
         return n[1] if isinstance(n, tuple) else n
 

@@ -38,7 +38,6 @@ def from_official_state(
     return ours
 
 def _load_official(module: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
-    "Rename official weights before `load_state_dict`."
     theirs = {k: state.pop(k) for k in list(state) if k.startswith(prefix)}
     ours = from_official_state({k.removeprefix(prefix): v for k, v in theirs.items()})
     state |= {prefix + k: v for k, v in ours.items()}
@@ -90,7 +89,6 @@ class GRUDecoder(Frontend):
 
     @classmethod
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
-        "The model of a configuration."
         sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
         model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride,
                     bidirectional=cfg.bidirectional)
@@ -118,6 +116,5 @@ class GRUDecoder(Frontend):
         return (logits, states) if return_state else logits
 
     def freeze(self) -> None:
-        "Turn off the gradients of parts that are not trained according to the configuration."
         super().freeze()
         freeze_gru(self, self.cfg)

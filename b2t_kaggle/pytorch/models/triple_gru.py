@@ -147,7 +147,6 @@ class TripleGRUDecoder(Frontend):
 
     @classmethod
     def from_config(cls, cfg: TripleGRUConfig, n_days: int) -> 'TripleGRUDecoder':
-        "The model of a configuration."
         sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
         model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, patch_size=cfg.patch_size,
                     patch_stride=cfg.patch_stride, noise_units=cfg.noise_units)
@@ -189,6 +188,5 @@ class TripleGRUDecoder(Frontend):
         return out[0]
 
     def freeze(self) -> None:
-        "Turn off the gradients of parts that are not trained according to the configuration."
         super().freeze()
         freeze_gru(self, self.cfg)

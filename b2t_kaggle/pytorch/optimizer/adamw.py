@@ -121,7 +121,6 @@ class StackedAdamW(RunOptimizer):
             p.grad = None
 
     def _update(self, p: Tensor, state: dict, step: Tensor, lr: Tensor, decay: float) -> tuple[Tensor, Tensor, Tensor]:
-        "Weights and moments after a step."
         beta0, beta1 = self.betas
         t = step.clamp(min=1)  # a day that was never seen has no step to divide by
         m = torch.lerp(state['exp_avg'], p.grad, 1 - beta0)
@@ -130,5 +129,4 @@ class StackedAdamW(RunOptimizer):
         return p * (1 - lr * decay) - lr * (m / (1 - beta0**t)) / denominator, m, v
 
 def _wide(v: Tensor, like: Tensor) -> Tensor:
-    "A number for each row, or a single one, with the dimensions of a parameter."
     return v.view(*v.shape, *[1] * (like.ndim - v.ndim)) if like.ndim else v[0]

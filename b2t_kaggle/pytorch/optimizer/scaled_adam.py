@@ -91,7 +91,6 @@ class ScaledAdam(torch.optim.Optimizer):
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c008
 def _wide(per_row: Tensor, like: Tensor) -> Tensor:
-    "A number for each row, with the dimensions of a stack."
     return per_row.view(-1, *[1] * (like.ndim - 1))
 
 def _rms(p: Tensor) -> Tensor: return p.flatten(1).square().mean(1).sqrt()
@@ -141,7 +140,6 @@ def _size_step(p: Tensor, g: Tensor, state: State, group: dict) -> tuple[Tensor,
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c019
 def _take_step(p: Tensor, g: Tensor, state: State, group: dict, active: Tensor | None = None) -> Tensor:
-    "The parameters after a step `[N, …]`."
     is_scalar = 'rms' not in state
     direction, v = _direction(g, state, group)
     new = dict(exp_avg_sq=v, n_steps=state['n_steps'] + 1)

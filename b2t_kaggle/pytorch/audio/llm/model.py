@@ -149,7 +149,6 @@ class AudioLLM(Encoder):
         return self
 
     def _apply(self, fn: Callable, recurse: bool = True) -> 'AudioLLM':
-        "Move the text model together with this one."
         super()._apply(fn, recurse)
         self.llm.apply(fn)
         return self

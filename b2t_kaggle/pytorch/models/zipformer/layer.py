@@ -102,7 +102,6 @@ def first_weights(self: Zipformer2EncoderLayer, weights: Tensor) -> Tensor:
 
 @patch
 def _end(self: Zipformer2EncoderLayer, src_orig: Tensor, src: Tensor) -> Tensor:
-    "Norm, and mixture with the layer's input."
     src = self.bypass(src_orig, self.norm(self.balancer1(src)))
     return self.whiten(self.balancer2(src))
 
