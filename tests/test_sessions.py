@@ -25,7 +25,7 @@ from b2t_kaggle.data.sessions import (
     write_session,
 )
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.pytorch.audio.targets import AudioError, session_sentences
+from b2t_kaggle.data.t12 import train_sentences
 
 DAY = 't15.2023.08.13'
 
@@ -339,8 +339,8 @@ def test_hidden_files_are_no_data(data_dir):
 def test_sessions_are_read_on_a_file_system_without_locks(data_dir, tmp_path_factory, number):
     code = f'''
 from b2t_kaggle.data.sessions import validate
-from b2t_kaggle.pytorch.audio.targets import session_sentences
-print(len(validate({str(data_dir)!r})), len(session_sentences({str(data_dir)!r})))
+from b2t_kaggle.data.t12 import train_sentences
+print(len(validate({str(data_dir)!r})), len([*train_sentences({str(data_dir)!r}, ('train', 'val'))]))
 '''
     env = no_locks.environment(tmp_path_factory.mktemp('locks'), number)
     found = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
@@ -414,8 +414,8 @@ def test_a_file_that_another_process_writes_is_called_that(data_dir):
         assert row.file == str(path) and 'another process has open for writing' in row.found
         assert 'wait until it is complete, or end that process' in row.advice and row.severity == 'error'
         with pytest.raises(SessionError, match='another process has open for writing'): read_session(path)
-        with pytest.raises(AudioError, match=r'data_train.hdf5: found a file that another process has open'):
-            session_sentences(data_dir)
+        with pytest.raises(SessionError, match=r'data_train.hdf5: found a file that another process has open'):
+            list(train_sentences(data_dir))
     finally: writer.communicate('\n')
     assert validate(data_dir).empty
 

@@ -64,12 +64,13 @@ def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     are kept; after an interruption the same command continues."""
     import torch
 
-    from b2t_kaggle.pytorch.audio.targets import build_targets, session_sentences
+    from b2t_kaggle.data.t12 import train_sentences
+    from b2t_kaggle.pytorch.audio.targets import build_targets
     from b2t_kaggle.pytorch.audio.tower import AudioTower
     from b2t_kaggle.pytorch.audio.voice import load_voice
     sentences = []
     for source in sources:
-        if source.is_dir(): sentences += session_sentences(source)
+        if source.is_dir(): sentences += train_sentences(source, ('train', 'val'))
         else: sentences += filter(str.strip, split_lines(read_text(source)))
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     speaker, encoder = load_voice(voice, pace, device), AudioTower(tower, device, dtype)

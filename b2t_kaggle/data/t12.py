@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['import_t12', 'zscore_blocks', 'text_files', 'train_sentences', 'simulate_t12']
 
-# %% ../../nbs/data/07_t12.ipynb #c003
+# %% ../../nbs/data/07_t12.ipynb #c
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,14 +17,14 @@ import numpy as np
 
 from ..core.files import replaced_folder, unchanged, write_whole
 from ..core.messages import tqdm
-from ..core.reading import MAX_BINS, ReadError, open_hdf5, parse_json, read_attribute
+from ..core.reading import MAX_BINS, ReadError, check_link, open_hdf5, parse_json, read_attribute
 from .matlab import MatlabError, read_matlab, write_matlab
 from .sentences import Writer
 from .sessions import Problem, SessionError, Trial, list_sessions, session_path, write_session
 from .simulate import Electrodes, SimulateError, electrodes, features, movement
 from ..phonemes import sentence_to_phonemes, to_class_ids
 
-# %% ../../nbs/data/07_t12.ipynb #c006
+# %% ../../nbs/data/07_t12.ipynb #c
 _FOLDERS = {'train': 'train', 'val': 'test', 'test': 'competitionHoldOut'} # Folder of each split's files
 _RECORD = '.imported.json' # Lists the files that each session was imported from
 
@@ -71,7 +71,7 @@ def _sources(folder: Path) -> tuple[Path, dict[str, dict[str, Path]]]:
     expected = 'train/t12.YYYY.MM.DD.mat, and the same in test and competitionHoldOut'
     raise SessionError(Problem(str(folder), '', '', 'no sessions', expected, 'check the path'))
 
-# %% ../../nbs/data/07_t12.ipynb #c009
+# %% ../../nbs/data/07_t12.ipynb #c
 def zscore_blocks(
     recorded: list[np.ndarray], # Features of the trials in the order of the file, [T, F] each
     blocks: np.ndarray,         # Block of each trial [N]
@@ -86,7 +86,7 @@ def zscore_blocks(
         for i in members: scored[i] = (scored[i] - mean)/scale
     return scored
 
-# %% ../../nbs/data/07_t12.ipynb #c012
+# %% ../../nbs/data/07_t12.ipynb #c
 _N_6V = 128 # Electrodes in area 6v, the first columns
 
 @dataclass
@@ -101,7 +101,6 @@ class _DayFile:
         return SessionError(Problem(str(self.path), key, *(*fault, 'fetch the file again')))
 
     def read(self, *names: str) -> list[np.ndarray | list]:
-        "Variables of the file."
         try: variables = read_matlab(self.path, names)
         except MatlabError as e: raise self.error(e.cell, e.variable, e.found, 'variables of MATLAB 5') from None
         except (ReadError, OSError) as e: raise self.error(None, '', str(e), 'a file of MATLAB 5') from None
@@ -148,33 +147,37 @@ class _DayFile:
             numbers[block] += 1
 
 def _shape(x) -> str:
-    "Type and shape of a variable or a cell, for an error."
     return f'{x.dtype} {list(x.shape)}' if isinstance(x, np.ndarray) else type(x).__name__
 
-# %% ../../nbs/data/07_t12.ipynb #c019
+# %% ../../nbs/data/07_t12.ipynb #c
 def text_files(
-    folder: str | Path, # Folder of sessions, or of T12's MATLAB files
+    folder: str | Path,                # Folder of sessions, or of T12's MATLAB files
+    splits: Sequence[str] = ('train',), # Splits with sentences
 ) -> list[Path]:
-    "The files with the train sentences of a folder. Raises `SessionError` without sessions."
+    "The files with the sentences of a folder. Raises `SessionError` without sessions."
     folder = Path(folder)
-    files = [path for s in list_sessions(folder) if (path := session_path(folder, s, 'train')).exists()]
-    return files or [path for source in _sources(folder)[1].values() if (path := source.get('train'))]
+    files = [session_path(folder, s, split) for s in list_sessions(folder) for split in splits]
+    found = [path for path in files if path.exists()]
+    return found or [sources[s] for sources in _sources(folder)[1].values() for s in splits if s in sources]
 
 def train_sentences(
-    folder: str | Path, # Folder of sessions, or of T12's MATLAB files
+    folder: str | Path,                # Folder of sessions, or of T12's MATLAB files
+    splits: Sequence[str] = ('train',), # Splits to read
 ) -> Iterator[str]:
-    "The sentences of train as they were shown, without instructions. Raises `SessionError` for a file without them."
-    for path in text_files(folder):
+    "The sentences as they were shown, without instructions. Raises `SessionError` for a file without them."
+    for path in text_files(folder, splits):
         if path.suffix == '.mat': rows, = _DayFile(path, 'train').read('sentenceText')
         else:
             try:
-                with open_hdf5(path) as f: rows = [read_attribute(trial, 'sentence_label') for trial in f.values()]
-            except (OSError, KeyError, ReadError) as e:
+                with open_hdf5(path) as f:
+                    for key in f: check_link(f, key)
+                    rows = [read_attribute(trial, 'sentence_label') for trial in f.values()]
+            except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
                 fault = Problem(str(path), '', 'sentence_label', str(e), 'text of each trial', 'fetch the file again')
                 raise SessionError(fault) from None
         yield from (row.strip() for row in rows if isinstance(row, str) and not row.startswith('['))
 
-# %% ../../nbs/data/07_t12.ipynb #c022
+# %% ../../nbs/data/07_t12.ipynb #c
 _DAYS = ('04.28 05.05 05.17 05.19 05.24 05.26 06.02 06.07 06.14 06.16 06.21 06.23 06.28 07.05 07.14 07.21 07.27 07.29 '
          '08.02 08.11 08.13 08.18 08.23 08.25').split()
 _BLOCK = 10    # Sentences
@@ -184,7 +187,6 @@ _ORDER = np.r_[0:64, 192:256, 64:192] # Electrodes of the simulated participant,
 _MARKER = 'simulated.json'
 
 def _simulate_file(path: Path, blocks: list[int], is_labelled: bool, e: Electrodes, seed: tuple[int, ...]) -> None:
-    "Write the file of a day with a sentence for each block number."
     writer = Writer((*seed, 0))
     rng = np.random.default_rng((*seed, 1))
     sentences = [writer.sentence('switchboard') for _ in blocks]

@@ -135,7 +135,6 @@ def seen_rates(references: Sequence[str], texts: Sequence[str], sentences: Itera
     return error_table(word_errors(references, texts), labels, 'sentence').to_string(formatters=dict(rate=percent))
 
 def _positions(labels: list[str], order: Collection[str]) -> dict[str, list[int]]:
-    "Positions of each label that occurs, in this order."
     return {label: [i for i, x in enumerate(labels) if x == label] for label in order if label in labels}
 
 def trial_groups(results: pd.DataFrame) -> dict[str, dict[str, list[int]]]:
@@ -169,7 +168,6 @@ def result_table(
     return pd.DataFrame(rows).set_index(['by', 'group'])
 
 def _cell(value, is_small: bool) -> str:
-    "A value as text, with a star after a clear difference unless the trials are few."
     if isinstance(value, Difference): return f'{value} {"*" if value.is_clear and not is_small else " "}'
     if isinstance(value, Rate): return str(value)
     if isinstance(value, float): return percent(value)

@@ -176,5 +176,4 @@ class Frontend(Encoder):
         return sliced_windows(x, cfg.patch_size, cfg.patch_stride) if cfg.patch_size else x
 
     def freeze(self) -> None:
-        "Day layers that are not trained stay the identity."
         for v in (self.day_weights, self.day_biases): v.trainable = self.cfg.input_trainable
