@@ -340,7 +340,7 @@ def test_sessions_are_read_on_a_file_system_without_locks(data_dir, tmp_path_fac
     code = f'''
 from b2t_kaggle.data.sessions import validate
 from b2t_kaggle.data.t12 import train_sentences
-print(len(validate({str(data_dir)!r})), len([*train_sentences({str(data_dir)!r}, ('train', 'val'))]))
+print(len(validate({str(data_dir)!r})), len([*train_sentences({str(data_dir)!r}, with_val=True)]))
 '''
     env = no_locks.environment(tmp_path_factory.mktemp('locks'), number)
     found = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)

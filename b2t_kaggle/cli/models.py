@@ -70,7 +70,7 @@ def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     from b2t_kaggle.pytorch.audio.voice import load_voice
     sentences = []
     for source in sources:
-        if source.is_dir(): sentences += train_sentences(source, ('train', 'val'))
+        if source.is_dir(): sentences += train_sentences(source, with_val=True)
         else: sentences += filter(str.strip, split_lines(read_text(source)))
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     speaker, encoder = load_voice(voice, pace, device), AudioTower(tower, device, dtype)

@@ -149,8 +149,7 @@ def bucket_of(
     "The smallest bucket that holds `longest`; raises `ValueError` if none does."
     i = int(np.searchsorted(buckets, longest))
     if i == len(buckets):
-        raise ValueError(f'a trial of {longest} bins is longer than the longest bucket, {buckets[-1]}; '
-                         'choose buckets from lengths that include it')
+        raise ValueError(f'a trial of {longest} bins is longer than the longest bucket, {buckets[-1]}')
     return int(buckets[i])
 
 def longest_in_batches(
@@ -282,10 +281,9 @@ _END = object()  # follows the last item
 
 def prefetch(
     items: Iterable, # Items to make in a thread, in order
-    ahead: int = 2,  # Largest number of waiting items
 ) -> Iterator:
-    "The items, made ahead of time by one thread; it ends when the iterator is closed or dropped."
-    ready = queue.Queue(ahead)
+    "The items, at most two ahead of time, made by one thread; it ends when the iterator is closed or dropped."
+    ready = queue.Queue(2)
     stop = threading.Event()
 
     def put(item, error=None):

@@ -268,7 +268,7 @@ DRYAD = 'https://datadryad.org'
 DOI = 'doi:10.5061/dryad.dncjsxm85'
 
 def _dryad_files() -> dict[str, RemoteFile]:
-    "The files of the dataset's newest version by name. Raises `DownloadError`."
+    "The files of the dataset's newest version by name."
     address = f'/api/v2/datasets/{quote(DOI, safe="")}'
     headers = {'Accept': 'application/json', 'Content-Type': 'application/json'}
     def answer(address): return json.loads(read_url(urljoin(DRYAD, address), headers))

@@ -167,7 +167,6 @@ def _check_types(raw: dict, split: str, n: int = N_FEATURES) -> _Faults:
             yield field, _describe(raw[field]), kind, 'write it in the official format'
 
 def _check_features(raw: dict, checked: set[str], dtype: np.dtype, subset: list[int] | None) -> _Faults:
-    "Faults: features that are empty, not finite, of another length, or too large for the stored type."
     x = raw['input_features']
     n = len(x)
     if n == 0: yield 'input_features', '0 time steps', 'at least 1', _LEAVE_OUT
@@ -201,7 +200,6 @@ def _check_class_ids(raw: dict) -> _Faults:
                'the labels are in another order of classes, or damaged')
 
 def _check_transcription(raw: dict) -> _Faults:
-    "Warnings: invalid characters, or a sentence that differs from the label."
     codes = raw['transcription']
     if (codes == 0).any(): codes = codes[:int(np.argmin(codes))]
     text = ''.join(chr(c) if 0 <= c <= 0x10FFFF else '\ufffd' for c in codes.tolist())

@@ -114,8 +114,7 @@ _DRAWS = 100_000  # Most attempts to draw a sentence; the rarest kind of short s
 
 def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str]) -> str:
     if max_words < _MIN_WORDS:
-        raise SimulateError(f'max_words is {max_words}, expected at least {_MIN_WORDS}: '
-                            'one of the corpora has no shorter sentences')
+        raise SimulateError(f'max_words is {max_words}, expected at least {_MIN_WORDS}')
     for _ in range(_DRAWS):
         sentence = writer.sentence(corpus)
         if len(sentence.split()) <= max_words and normalize_sentence(sentence) not in held_out: return sentence
@@ -154,8 +153,7 @@ def plan_trials(
 ) -> pd.DataFrame:           # day, session, split, block, trial, corpus, sentence
     "Sentences of all trials; those of val and test occur once. Raises `SimulateError` for too few sentences."
     if not 1 <= n_sessions <= len(SCHEDULE):
-        raise ValueError(f'n_sessions is {n_sessions}, expected 1 to {len(SCHEDULE)}: '
-                         f'the schedule has {len(SCHEDULE)} days')
+        raise ValueError(f'n_sessions is {n_sessions}, expected 1 to {len(SCHEDULE)}')
     numbers = dict(train=train, val=val, test=test)
     held_out = set()
     rows = []
@@ -478,7 +476,6 @@ def write_text(
 
 # %% ../../nbs/data/02_simulate.ipynb #c070
 def _claim(folder: Path, parameters: dict) -> None:
-    "Mark a folder as simulated with these parameters; raises `SimulateError` if it holds other data."
     marker = folder/_MARKER
     if marker.exists():
         try: marked = dict(json.loads(marker.read_text()))

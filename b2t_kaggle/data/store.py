@@ -143,8 +143,7 @@ def parts(self: TrialStore,
 Folders = str | Path | Sequence[str | Path] # A folder of sessions, or one for each participant
 
 class _Source:
-    """The files that a store is made from. Raises `StoreError` for a session that is missing, named twice or in two
-    folders, for different numbers of features in one folder, and for features that do not exist."""
+    "The files that a store is made from. Raises `StoreError` for sessions or features that do not fit."
     def __init__(self, data_dir: Folders, split: str, sessions: list[str] | None, subset: Sequence[int | str] | None):
         folders = [data_dir] if isinstance(data_dir, str | Path) else data_dir
         place: dict[str, Path] = {}

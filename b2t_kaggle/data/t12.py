@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['import_t12', 'zscore_blocks', 'text_files', 'train_sentences', 'simulate_t12']
 
-# %% ../../nbs/data/07_t12.ipynb #c
+# %% ../../nbs/data/07_t12.ipynb #c003
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from ..core.messages import tqdm
 from ..core.reading import MAX_BINS, ReadError, check_link, open_hdf5, parse_json, read_attribute
 from .matlab import MatlabError, read_matlab, write_matlab
 from .sentences import Writer
-from .sessions import Problem, SessionError, Trial, list_sessions, session_path, write_session
+from .sessions import SPLITS, Problem, SessionError, Trial, list_sessions, session_path, write_session
 from .simulate import Electrodes, SimulateError, electrodes, features, movement
 from ..phonemes import sentence_to_phonemes, to_class_ids
 
-# %% ../../nbs/data/07_t12.ipynb #c
+# %% ../../nbs/data/07_t12.ipynb #c006
 _FOLDERS = {'train': 'train', 'val': 'test', 'test': 'competitionHoldOut'} # Folder of each split's files
 _RECORD = '.imported.json' # Lists the files that each session was imported from
 
@@ -71,7 +71,7 @@ def _sources(folder: Path) -> tuple[Path, dict[str, dict[str, Path]]]:
     expected = 'train/t12.YYYY.MM.DD.mat, and the same in test and competitionHoldOut'
     raise SessionError(Problem(str(folder), '', '', 'no sessions', expected, 'check the path'))
 
-# %% ../../nbs/data/07_t12.ipynb #c
+# %% ../../nbs/data/07_t12.ipynb #c009
 def zscore_blocks(
     recorded: list[np.ndarray], # Features of the trials in the order of the file, [T, F] each
     blocks: np.ndarray,         # Block of each trial [N]
@@ -86,7 +86,7 @@ def zscore_blocks(
         for i in members: scored[i] = (scored[i] - mean)/scale
     return scored
 
-# %% ../../nbs/data/07_t12.ipynb #c
+# %% ../../nbs/data/07_t12.ipynb #c012
 _N_6V = 128 # Electrodes in area 6v, the first columns
 
 @dataclass
@@ -149,23 +149,23 @@ class _DayFile:
 def _shape(x) -> str:
     return f'{x.dtype} {list(x.shape)}' if isinstance(x, np.ndarray) else type(x).__name__
 
-# %% ../../nbs/data/07_t12.ipynb #c
+# %% ../../nbs/data/07_t12.ipynb #c019
 def text_files(
-    folder: str | Path,                # Folder of sessions, or of T12's MATLAB files
-    splits: Sequence[str] = ('train',), # Splits with sentences
+    folder: str | Path,     # Folder of sessions, or of T12's MATLAB files
+    with_val: bool = False, # Also those of val
 ) -> list[Path]:
-    "The files with the sentences of a folder. Raises `SessionError` without sessions."
-    folder = Path(folder)
+    "The files with the train sentences of a folder. Raises `SessionError` without sessions."
+    folder, splits = Path(folder), SPLITS[:1 + with_val]
     files = [session_path(folder, s, split) for s in list_sessions(folder) for split in splits]
     found = [path for path in files if path.exists()]
     return found or [sources[s] for sources in _sources(folder)[1].values() for s in splits if s in sources]
 
 def train_sentences(
-    folder: str | Path,                # Folder of sessions, or of T12's MATLAB files
-    splits: Sequence[str] = ('train',), # Splits to read
+    folder: str | Path,     # Folder of sessions, or of T12's MATLAB files
+    with_val: bool = False, # Also those of val
 ) -> Iterator[str]:
-    "The sentences as they were shown, without instructions. Raises `SessionError` for a file without them."
-    for path in text_files(folder, splits):
+    "The sentences of train as they were shown, without instructions. Raises `SessionError` for a file without them."
+    for path in text_files(folder, with_val):
         if path.suffix == '.mat': rows, = _DayFile(path, 'train').read('sentenceText')
         else:
             try:
@@ -177,7 +177,7 @@ def train_sentences(
                 raise SessionError(fault) from None
         yield from (row.strip() for row in rows if isinstance(row, str) and not row.startswith('['))
 
-# %% ../../nbs/data/07_t12.ipynb #c
+# %% ../../nbs/data/07_t12.ipynb #c022
 _DAYS = ('04.28 05.05 05.17 05.19 05.24 05.26 06.02 06.07 06.14 06.16 06.21 06.23 06.28 07.05 07.14 07.21 07.27 07.29 '
          '08.02 08.11 08.13 08.18 08.23 08.25').split()
 _BLOCK = 10    # Sentences

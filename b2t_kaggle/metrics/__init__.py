@@ -72,7 +72,6 @@ def count_edits(
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c014
 def _pairs(references, hypotheses) -> list[tuple]:
-    "References and hypotheses as pairs; raises `ValueError` if they do not pair up."
     for name, x in ('references', references), ('hypotheses', hypotheses):
         if not isinstance(x, str): continue
         raise ValueError(f'{name}: found one text {x!r}, expected a list with one entry for each trial')

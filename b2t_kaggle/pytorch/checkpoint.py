@@ -128,7 +128,7 @@ def _at_most(n: int, path: Path) -> Iterator[None]:
         count += value.numel() if value is not None else 0
         if count > n:
             raise CheckpointError(f'{path}: the weights do not fit the configuration, which describes a model of more '
-                                  f'than {n:,} numbers; it is that of another model, or damaged')
+                                  f'than {n:,} numbers')
     hooks = [register(add) for register in (nn.modules.module.register_module_parameter_registration_hook,
                                             nn.modules.module.register_module_buffer_registration_hook)]
     try: yield

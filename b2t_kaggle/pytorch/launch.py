@@ -88,7 +88,6 @@ def several_machines(
                         'PET_MASTER_ADDR to the address of the first one')
 
 def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = os.environ) -> str:
-    "Command for each of the other machines."
     names = dict(nnodes='NNODES', master_addr='MASTER_ADDR', master_port='MASTER_PORT', rdzv_backend='RDZV_BACKEND',
                  rdzv_endpoint='RDZV_ENDPOINT', rdzv_id='RDZV_ID')
     options = [f'--{option}={environ[f"PET_{name}"]}' for option, name in names.items() if f'PET_{name}' in environ]

@@ -45,7 +45,6 @@ class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c011
 def _xla_scan(step: Callable, init: tuple, xs: tuple, consts: tuple, reverse: bool) -> tuple[tuple, tuple]:
-    "`scan` on an XLA device."
     # Only the part of torch_xla's `scan` that makes the loop. The rest traces the step for gradients, which are not
     # needed here, and wants JAX.
     from torch_xla.experimental.scan import _scan_impl_pytree
@@ -98,7 +97,6 @@ def _gru_step_back(carry, x, consts):
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c017
 class _ScanRecurrence(torch.autograd.Function):
-    "A GRU layer after its input projection, as a scan; see `_scan_gru_layer`."
     @staticmethod
     def forward(ctx, gates, h0, w_hh, b_hh):
         dtype = gates.dtype
@@ -279,7 +277,6 @@ def _run_steps_back(grad: Tensor, factors: Tensor, z: Tensor, w: Tensor,
     return d_gates, ds, d_all
 
 class _PackedRecurrence(torch.autograd.Function):
-    "A GRU layer after its input projection, on frames ordered by time; see `gru_layer`."
     @staticmethod
     def forward(ctx, gates, h0, w_hh, b_hh, counts, previous):
         ctx.in_dtype = gates.dtype

@@ -92,7 +92,6 @@ class Trainer(interface.Trainer):
         return model
 
     def steps(self, end: int) -> Iterator[StepResult]:
-        "Take the steps before `end` that are left."
         yield from (self.train_step(*loaded) for loaded in self.loader.batches(range(self.step, end)))
 
     def train_step(self, micro_batches: list[MicroBatch], days: np.ndarray) -> StepResult:
@@ -274,17 +273,14 @@ def _save_model(self: Trainer, facts: dict, path: Path) -> None:
 
 @patch
 def save_best(self: Trainer, path: Path) -> None:
-    "Save the model alone, as `load_model` reads it, with its metrics."
     self._save_model(self.best.metrics, path)
 
 @patch
 def save_refit(self: Trainer, path: Path) -> None:
-    "Save the model, marked as one that has been trained on val."
     self._save_model(dict(step=self.step, refit_from=self.refit_from), path)
 
 @patch
 def save_last(self: Trainer, path: Path) -> None:
-    "Save the whole state of the run, from which it continues."
     saved = on_host(self.model.checkpoint())
     saved |= dict(training_state=on_host(self.model.training_state()),
                   optimizer_state_dict=on_host(self.optimizer.state_dict()), config=self.cfg.dump())

@@ -59,7 +59,6 @@ class Trainer(interface.Trainer):
         self.program = Program(lambda share, numbers: self._replica_step(share, numbers), backend)
 
     def steps(self, end: int) -> Iterator[StepResult]:
-        "Take the remaining steps before `end`."
         for batch in self.loader(self.step, end):
             yield self.train_step(batch)
 
@@ -82,7 +81,6 @@ class Trainer(interface.Trainer):
                          self.validation_result, args=args)
 
     def metrics(self) -> dict:
-        "Loss and PER on the validation trials."
         return summarize(evaluate(self.evaluator), self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:

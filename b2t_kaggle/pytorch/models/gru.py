@@ -108,7 +108,7 @@ class GRUDecoder(Frontend):
         return_state: bool = False,    # Also return the states after each trial's last frame
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
     ) -> Tensor | tuple[Tensor, Tensor]:
-        "Logits `[B, T', K]`, arbitrary in the padding. Raises `ValueError` for inputs that `Frontend.frames` refuses."
+        "Logits `[B, T', K]`, arbitrary in the padding."
         f = self.frames(x, day_idx, n_bins)
         if states is None: states = self.initial_states(f.n_trials)
         y, states = f.gru(self.gru, f.x, states)

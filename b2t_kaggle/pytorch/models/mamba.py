@@ -134,12 +134,12 @@ class Mamba(Frontend):
 
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
-        day_idx: Tensor,               # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
+        day_idx: Tensor,               # Day of each trial `[B]`
         states: list | None = None,    # Initial state of each layer; None means the state before the first frame
         return_state: bool = False,    # Also return the states after the last frame, if all trials have T bins
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
     ) -> Tensor | tuple[Tensor, list]:
-        "Logits `[B, T', K]`, arbitrary in the padding. Raises `ValueError` for inputs that `Frontend.frames` refuses."
+        "Logits `[B, T', K]`, arbitrary in the padding."
         f = self.frames(x, day_idx, n_bins)
         inside = None
         if self.cfg.bidirectional and f.lengths is not None:

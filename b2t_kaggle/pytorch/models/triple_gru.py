@@ -155,7 +155,7 @@ class TripleGRUDecoder(Frontend):
 
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
-        day_idx: Tensor,               # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
+        day_idx: Tensor,               # Day of each trial `[B]`
         mode: str = 'inference',       # `inference`, or `full`
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
         strength: float | Tensor | None = None, # Strength λ, a number or a tensor `[]`; None means the model's
@@ -163,7 +163,7 @@ class TripleGRUDecoder(Frontend):
         return_state: bool = False,    # Also return the states after the last frame
     ) -> Tensor | tuple:
         """Clean logits `[B, T', K]`, or in full mode clean logits, noisy logits `[B, T', K]` and the noise `[B, T',
-        I]`, arbitrary in the padding. Raises `ValueError` for another mode or inputs that `Frontend.frames` refuses."""
+        I]`, arbitrary in the padding."""
         if mode not in ('inference', 'full'): raise ValueError(f"mode is {mode!r}, expected 'inference' or 'full'")
         f = self.frames(x, day_idx, n_bins)
         noise_states, clean_states = states or (None, None)
@@ -175,7 +175,6 @@ class TripleGRUDecoder(Frontend):
         return (out, (noise_states, clean_states)) if return_state else out
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        "Further arguments of `forward` in a training step: the mode, and λ of this step."
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
     def training_losses(self, out: tuple[Tensor, Tensor, Tensor], ctc: Callable[[Tensor], Tensor],

@@ -292,7 +292,6 @@ class Eden:
     def state_dict(self) -> dict: return dict(base_lrs=self.base_lrs, batch=self.batch, epoch=self.epoch)
 
     def load_state_dict(self, state: dict) -> None:
-        "Continue from a saved state."
         self.base_lrs, self.batch, self.epoch = list(state['base_lrs']), state['batch'], state['epoch']
 
 class Eden2(Eden):

@@ -92,7 +92,6 @@ class GRUEncoder(Frontend):
         return variables
 
     def to_pytorch(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights or gradients `[…]` by PyTorch's names and in its layouts."
         out = {}
         for name, v in values.items():
             if 'gru.' in name: v = _swap_gates(v)
@@ -101,7 +100,6 @@ class GRUEncoder(Frontend):
         return {k: np.array(v, order='C') for k, v in out.items()}
 
     def from_pytorch(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights `[…]` by our names: the inverse of `to_pytorch`."
         out = {}
         for name in self.named_variables():
             parts = [np.asarray(state[n]) for n in pytorch_names(name)]
@@ -145,5 +143,5 @@ class GRUDecoder(GRUEncoder):
     def heads(self) -> dict[str, GRUHead]: return {'': self.reader}
 
     def call(self, x, day_idx, n_bins=None, training=False, seeds=None):
-        "Logits, float32 `[B, T', K]`, arbitrary in the padding. Raises `ValueError` as `Frontend.frames` does."
+        "Logits, float32 `[B, T', K]`, arbitrary in the padding."
         return self.reader(self.frames(x, day_idx, training, seeds), training=training, seeds=seeds)

@@ -183,9 +183,7 @@ class Transformer(Encoder):
         return super().decays(name, variable) and name != 'positions.bias'
 
     def to_pytorch(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights or gradients `[…]` by PyTorch's names and in its layouts."
         return {pytorch_name(name): _turned(name, v) for name, v in values.items()}
 
     def from_pytorch(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights `[…]` by our names: the inverse of `to_pytorch`."
         return {name: _turned(name, np.asarray(state[pytorch_name(name)])) for name in self.named_variables()}

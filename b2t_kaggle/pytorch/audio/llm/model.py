@@ -257,7 +257,6 @@ def checkpoint(self: AudioLLM) -> dict[str, dict[str, Tensor]]:
 
 @patch
 def state_of(self: AudioLLM, checkpoint: dict) -> dict[str, Tensor]:
-    "Weights `[…]` of a checkpoint, by the names of this model."
     acoustic = {f'{self.inside}{k}': v for k, v in checkpoint['model_state_dict'].items()}
     return acoustic | checkpoint.get('audio_state_dict', {})
 
