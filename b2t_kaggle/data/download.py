@@ -243,8 +243,7 @@ def unpack_zip(
                     archive.extract(m, scratch) # Reads no more than the size above, and compares a checksum
                     bar.update(m.file_size)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, struct.error) as e:
-        raise DownloadError(f'{path}: was not unpacked ({e}); delete it and fetch it again, or unpack it yourself: '
-                            f'7z x {path.name}') from None
+        raise DownloadError(f'{path}: was not unpacked ({e}); delete it and fetch it again') from None
     return folder
 
 # %% ../../nbs/data/05_download.ipynb #c031

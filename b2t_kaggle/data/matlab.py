@@ -63,7 +63,6 @@ def _elements(data: memoryview, align: int = 8) -> Iterator[tuple[int, memoryvie
         data = data[end:]
 
 def _head(elements: Iterator[tuple[int, memoryview]]) -> tuple[int, list[int], str]:
-    "Class, dimensions and name of a variable, whose values follow."
     (_, flags), (_, dims), (_, name) = islice(elements, 3)
     if len(flags) != 8 or len(dims) < 8 or flags[1] & 8: raise ValueError('a variable that is complex or damaged')
     return flags[0], np.frombuffer(dims, '<u4').tolist(), str(name, 'latin-1')
@@ -129,7 +128,6 @@ def _matrix(cls: int, dims: Sequence[int], name: str, contents: bytes) -> bytes:
     return _element(_MATRIX, b''.join(_element(*part) for part in head) + contents)
 
 def _variable(name: str, values: _Values) -> bytes:
-    "The element for numbers, for rows of text, or for cells of numbers."
     if isinstance(values, np.ndarray):
         kind, cls = ({v: k for k, v in codes.items()}[values.dtype.str[1:]] for codes in (_NUMBERS, _CLASSES))
         return _matrix(cls, values.shape, name, _element(kind, values.tobytes('F')))

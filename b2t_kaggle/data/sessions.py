@@ -262,7 +262,6 @@ def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
 
 # %% ../../nbs/data/00_sessions.ipynb #c031
 def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str, h5py.Group]]:
-    "Problems of the names in a file, and the groups that are in it by name."
     keys = list(f.keys())
     problems = []
     groups = {}

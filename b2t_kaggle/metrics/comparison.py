@@ -87,8 +87,7 @@ def same_trials(
         lacking = f'{name} lacks {len(missing)} of the {len(facts)} trials of {first}, such as {", ".join(missing[:1])}'
         more = f'{name} has {len(extra)} trials that {first} lacks, such as {", ".join(extra[:1])}'
         if missing or extra:
-            raise ValueError(f'{lacking if missing else more}; expected the same trials of all systems: compare '
-                             'sentences of the same sessions, with the same options of the group data')
+            raise ValueError(f'{lacking if missing else more}; expected the same trials of all systems')
         theirs = _facts_of(results[name]).loc[facts.index]
         for column in _FACTS:
             for trial, x, y in zip(facts.index, facts[column], theirs[column]):
@@ -181,7 +180,6 @@ def as_text(table: pd.DataFrame) -> pd.DataFrame:
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c020
 def _shared_measures(results: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, list[ErrorCounts]]]:
-    "Edits of each system by measure, for measures that all systems have."
     measured = {name: measure(table) for name, table in results.items()}
     shared = [m for m in next(iter(measured.values())) if all(m in counts for counts in measured.values())]
     return {m: {name: counts[m] for name, counts in measured.items()} for m in shared}

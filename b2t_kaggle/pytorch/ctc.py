@@ -35,9 +35,7 @@ def log_add_exp(
     return top + ((a - top).exp() + (b - top).exp()).log()
 
 def _step(carry, x, consts):
-    """One frame of all trials: from the states' log-probabilities `[…, N]` to the next.
-
-    Reads the states' emissions, whether the trial has this frame, and 0 or −∞ for a skip into each state."""
+    "One frame of all trials: from the states' log-probabilities `[…, N]` to the next."
     (state,), (emission, has_frame), (skip,) = carry, x, consts
     before = F.pad(state, (2, 0), value=-torch.inf)
     arrived = log_add_exp(log_add_exp(state, before[..., 1:-1]), before[..., :-2] + skip)

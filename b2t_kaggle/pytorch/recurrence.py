@@ -87,8 +87,7 @@ def _gru_step(carry, x, consts):
     return (new,), (new, torch.cat([rz, n, q], -1).to(u.dtype))
 
 def _gru_step_back(carry, x, consts):
-    """One frame backwards: the gradient `d` of the state, and the gradient of the product with U, whose columns are the
-    gates r, z, n."""
+    "One frame backwards: gradients of the state and of the product with U, in the order r, z, n."
     (d,), (grad, slopes, z), (u_t,) = carry, x, consts
     d = d + grad.to(d.dtype)
     d_gates = torch.cat([d, d, d], -1) * slopes.to(d.dtype)

@@ -110,7 +110,6 @@ def _refuse(cfg: Config) -> None:
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c015
 @patch
 def _load(self: Trainer, checkpoint: Path | None) -> None:
-    "Weights of a checkpoint, or of a model that was trained before."
     if checkpoint:
         saved = load_last(checkpoint)
         self.restore(saved['run'], checkpoint)

@@ -177,6 +177,7 @@ def all_losses(
     ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
     batch: dict[str, Any], # `frames`, `labels`, `n_labels`, `features`, `n_bins` of the trials
 ) -> dict[str, Tensor]:
+    "Losses of each trial `[B]`: `loss`, which is minimised, and by name the terms of the model and of the plugin."
     losses = model.training_losses(out, ctc, batch['frames'])
     if not isinstance(losses, dict): losses = dict(loss=losses)
     if plugin.loss is None: return losses

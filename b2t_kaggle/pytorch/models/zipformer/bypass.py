@@ -37,7 +37,6 @@ class BypassModule(nn.Module):
         self.scale_max = copy.deepcopy(scale_max)
 
     def _scale(self, n_trials: int) -> Tensor:
-        "Scale of the bypass `[C]`, or `[B, C]` if trials differ."
         if not self.training: return self.bypass_scale
         scale = limit_param_value(self.bypass_scale, min=value_of(self.scale_min), max=value_of(self.scale_max))
         keep = keep_trials(scale, value_of(self.skip_rate), n_trials, 1)
