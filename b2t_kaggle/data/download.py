@@ -209,8 +209,7 @@ def download(
                                 'make room and run this again, the received part is kept') from None
         if damage := file.damage(part.path):
             part.discard()
-            raise DownloadError(f'{path}: {damage}; it arrived damaged and was removed: run this again. If that does '
-                                f'not help, the file at {file.url} is a different one')
+            raise DownloadError(f'{path}: {damage}; it arrived damaged and was removed: run this again')
         os.replace(part.path, path)
         part.discard()
     return path

@@ -78,7 +78,6 @@ class StackedAdamW:
         return {name: {key: v.numpy() for key, v in state.items()} for name, state in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-        "Restore a state that was saved, arrays `[…]`."
         for name, variables in self.state.items():
             for key, variable in variables.items(): variable.assign(state[name][key])
 

@@ -60,7 +60,6 @@ class GRUHead(keras.layers.Layer):
         return tf.cast(self.out(y), tf.float32) if self.out else y
 
     def named_variables(self, prefix: str = '') -> dict[str, keras.Variable]:
-        "All variables `[…]` by name."
         variables = {f'{prefix}h0': self.h0}
         for i, layer in enumerate(self.gru.stack):
             variables[f'{prefix}gru.kernel_l{i}'] = layer.cell.kernel

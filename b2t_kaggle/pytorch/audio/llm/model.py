@@ -193,7 +193,6 @@ class TargetLoader:
 
 @patch
 def training_inputs(self: AudioLLM, trials: np.ndarray) -> dict:
-    "The targets of trials `[B]`."
     return dict(targets=self.target_loader(trials))
 
 # %% ../../../../nbs/pytorch/audio/llm/06_model.ipynb #c020

@@ -70,7 +70,6 @@ class WhisperReader(AudioLanguageModel):
 # %% ../../../../nbs/pytorch/audio/llm/02_whisper.ipynb #c013
 @patch
 def log_probs(self: WhisperReader, vectors: Tensor, n_vectors: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
-    "Natural-log probability of each answer `[B]` for encoded vectors `[B, N, D]`, float32; differentiable."
     def padded(rows, value):
         return pad_sequence([torch.tensor(row, device=vectors.device) for row in rows], True, value)
     tokens = padded([[*self.before, *answer] for answer in answers], self.ends[0])
