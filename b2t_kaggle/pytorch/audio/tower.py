@@ -42,6 +42,11 @@ class AudioTower:
             part = getattr(config, 'audio_config', config)
             model = load_whole(classes[config.model_type], name, part, dtype=dtype,
                                key_mapping={r'^(?:model\.)*(?:audio_tower|encoder)\.': ''})
+        sizes = self.extractor.feature_size, self.extractor.nb_max_frames
+        if sizes != (part.num_mel_bins, 2*part.max_source_positions):
+            raise AudioError(f'tower {name}: its feature extractor makes {sizes[0]} bands and {sizes[1]} frames, the '
+                             f'tower takes {part.num_mel_bins} and {2*part.max_source_positions}; use both from the '
+                             'same model')
         self.name = str(name)
         self.dtype = dtype
         self.model = model.eval().to(device)
