@@ -19,11 +19,12 @@ from . import ErrorCounts, hundredths, percent, total, word_errors
 def bootstrap_rates(
     edits: Sequence[int],  # Edits of each trial, or their difference between two systems [N]
     length: Sequence[int], # Reference tokens of each trial [N]
-) -> np.ndarray:           # Edits per token of each of 2,000 draws of N trials
+    n: int = 2_000,        # Number of draws of N trials
+) -> np.ndarray:           # Edits per token of each draw [n]
     "Rates in trials drawn again, with replacement (Bisani and Ney, 2004). Raises `ValueError` without trials."
     if not len(edits): raise ValueError('found no trials, expected one or more to draw from')
     kinds, counts = np.unique(np.stack([edits, length], axis=1), axis=0, return_counts=True)
-    draws = np.random.default_rng(0).multinomial(counts.sum(), counts/counts.sum(), size=2_000) # [draws, kinds]
+    draws = np.random.default_rng(0).multinomial(counts.sum(), counts/counts.sum(), size=n) # [n, kinds]
     return (draws @ kinds[:, 0])/np.maximum(1, draws @ kinds[:, 1])
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c009
@@ -52,15 +53,16 @@ class Difference(NamedTuple):
 
 FEW_TRIALS = 10 # With fewer trials the intervals are too narrow to be believed
 
-def _interval(edits: Sequence[int], length: Sequence[int]) -> list[float]:
-    low, high = np.quantile(bootstrap_rates(edits, length), [0.025, 0.975])
+def _interval(edits: Sequence[int], length: Sequence[int], n: int = 2_000) -> list[float]:
+    low, high = np.quantile(bootstrap_rates(edits, length, n), [0.025, 0.975])
     return [float(np.sum(edits)/max(1, np.sum(length))), float(low), float(high)]
 
 def rate_interval(
     counts: Sequence[ErrorCounts], # Counts of each trial
+    n: int = 2_000,                # Number of draws
 ) -> Rate:
     "An error rate with its bootstrap interval of 95 %; raises `ValueError` without trials."
-    return Rate(*_interval([c.edits for c in counts], [c.length for c in counts]))
+    return Rate(*_interval([c.edits for c in counts], [c.length for c in counts], n))
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c011
 def _paired(a: Sequence[ErrorCounts], b: Sequence[ErrorCounts]) -> tuple[list[int], list[int]]:
