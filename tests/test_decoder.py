@@ -374,10 +374,8 @@ def test_kenlm_and_automaton_agree(tmp_path):
 def test_kenlm_binaries(kind, tmp_path):
     "A KenLM binary decodes as the ARPA file does that it was made from."
     lm = load_ngram(ngram(3, tmp_path).path)
-    read = load_ngram(kenlm_binary(lm.path, tmp_path/'lm.bin', kind))
-    assert type(read) is (Automaton if kind == 'trie' else NGram)
-    assert all(read.score(s) == pytest.approx(lm.score(s), abs=1e-4) for s in ('how are you', 'you unknown'))
-    binary = NGram.load(tmp_path/'lm.bin')
+    binary = load_ngram(kenlm_binary(lm.path, tmp_path/'lm.bin', kind))
+    assert (type(lm), type(binary)) == (Automaton, NGram)
     known, asked = (LexiconBeamDecoder(LEXICON, m, beam=40) for m in (lm, binary))
     assert isinstance(known.vocabulary.ngram, AutomatonScorer) and isinstance(asked.vocabulary.ngram, NGram)
     for x in (spoken(n, n) for n in (0, 4, 9)):

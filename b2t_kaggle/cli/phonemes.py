@@ -37,7 +37,6 @@ from ..metrics import IN_SAMPLE, percent, word_error_rate
 from ..metrics.comparison import seen_rates
 from ..phonemes import build_lexicon
 from ..pipeline.foreign_logits import read_log_probs
-from ..rescoring.hypotheses import Entry, Hypotheses, Trial, write_hypotheses
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c004
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
@@ -51,12 +50,10 @@ _llm = with_options(
     dtype_option(help="Type of its weights."))
 
 def _open_model(lm_path: Path, words: Path | None):
-    "Lexicon and n-gram."
     vocabulary = read_text(words).split() if words else model_words(lm_path)
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
 def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, dtype: str, llm_prompt: str | None):
-    "Scores by a language model, if given."
     if llm is None: return refuse_options({'llm_adapter', 'llm_prompt', 'dtype'}, 'no --llm is given')
     if llm_prompt and not texts: raise click.UsageError('--llm-prompt needs sentences; give them with --text')
     from b2t_kaggle.lm.causal import CachedScores, choose_start, open_lm  # They need torch
@@ -109,7 +106,7 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, te
     lexicon, lm = _open_model(lm_path, words)
     scores = _open_llm(texts, **llm)
     sentences = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
-    decoder.write_sentences(output, trials, sentences)
+    decoder.write_sentences(output, [t.fields for t in trials], sentences)
     if all(t.sentence for t in trials):
         references, best = [t.sentence for t in trials], [h[0].text for h in sentences]
         rate = word_error_rate(references, best)
@@ -119,36 +116,6 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, te
     click.echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c008
-def _rank_by_llm(name: str, lists, contexts, weight: float):
-    "The lists of all trials, ranked by their totals and a weighted LLM with its contexts."
-    from b2t_kaggle.lm.causal import load_lm  # Needs torch
-    from b2t_kaggle.rescoring.mixture import score_nbest
-    scored = score_nbest(lists, *load_lm(name), contexts)
-    return [sorted([replace(h, total=h.total + weight*h.llm) for h in hyps], key=lambda h: -h.total) for hyps in scored]
-
-def _decode_files(files, folder, classes, llm, output, overrides) -> None:
-    "Decode trials of other programs by a folder of the organisers' decoder."
-    from b2t_kaggle.decoding.decoder import LexiconBeamDecoder  # Takes long to import
-    cfg = load_config(None, overrides=overrides).decode
-    given = {key.removeprefix('decode.'): key for key in overrides}
-    fields = set(signature(LexiconBeamDecoder).parameters) | {'llm_weight'}
-    if unknown := [key for name, key in given.items() if not key.startswith('decode.') or name not in fields]:
-        raise click.UsageError(f'{unknown[0]} has no effect on LOGITS; leave it out, or decode as a run')
-    options = {name: getattr(cfg, name) for name in given if name not in ('boost', 'llm_weight')}
-    decoder = LexiconBeamDecoder.from_folder(folder, cfg.boost, tokens=None, **dict(nbest=100) | options)
-    trials = [trial for path in files for trial in read_log_probs(path, classes)]
-    lists = decoder.decode_all([t.logits for t in trials])
-    if llm: lists = _rank_by_llm(llm, lists, [t.context for t in trials], cfg.llm_weight)
-    written = Hypotheses()
-    for i, (trial, hyps) in enumerate(zip(trials, lists)):
-        written.add(Trial(str(i), reference=trial.sentence), [
-            Entry(str(i), h.text, folder.name, rank=k, acoustic=h.acoustic, ngram=h.ngram,
-                  llm=h.llm if llm else None, total=h.total) for k, h in enumerate(hyps)])
-    write_hypotheses(output, written)
-    spoken = [(t.sentence, hyps[0].text) for t, hyps in zip(trials, lists) if t.sentence]
-    if spoken: click.echo(f'Word error rate: {percent(word_error_rate(*zip(*spoken)))} of {len(spoken)} trials')
-    click.echo(f'Wrote {output}')
-
 @stage_command('decode', help=stage_help('decode') + """
 
 LOGITS of another program (.pkl, .npz, .npy) are decoded by --folder, without a run.""")
@@ -158,11 +125,28 @@ LOGITS of another program (.pkl, .npz, .npy) are decoded by --folder, without a 
               help='Order of the classes in LOGITS, as for `b2t import-logits`.')
 @click.option('--llm', metavar='MODEL', help='Causal language model that ranks the sentences of LOGITS.')
 @click.option('-o', '--output', type=OUTPUT, help='File of the sentences of LOGITS (.jsonl).')
-def decode(force, logits, folder, classes, llm, output, **options):
-    of_files = {'folder', 'classes', 'llm', 'output'}
+def decode(force, logits, folder, classes, llm, output, overrides, **options):
     if not logits:
-        refuse_options(of_files, 'it is for LOGITS')
-        return run_until('decode', force, **options)
+        refuse_options({'folder', 'classes', 'llm', 'output'}, 'it is for LOGITS')
+        return run_until('decode', force, overrides=overrides, **options)
     if not (folder and output): raise click.UsageError('LOGITS need --folder and --output')
-    refuse_options(options.keys() - {'overrides'}, 'LOGITS are decoded without a run')
-    _decode_files(logits, folder, classes, llm, output, options['overrides'])
+    refuse_options(options, 'LOGITS are decoded without a run')
+    from b2t_kaggle.decoding.decoder import LexiconBeamDecoder  # Takes long to import
+    cfg = load_config(None, overrides=overrides).decode
+    known = {f'decode.{name}': name for name in ('llm_weight', *signature(LexiconBeamDecoder).parameters)}
+    if unknown := overrides.keys() - known.keys():
+        raise click.UsageError(f'{min(unknown)} has no effect on LOGITS; leave it out, or decode as a run')
+    options = dict(nbest=100, tokens=None) | {known[key]: getattr(cfg, known[key]) for key in overrides}
+    for name in 'boost', 'llm_weight': options.pop(name, None)
+    trials = [trial for path in logits for trial in read_log_probs(path, classes)]
+    lists = LexiconBeamDecoder.from_folder(folder, cfg.boost, **options).decode_all([t.logits for t in trials])
+    if llm:
+        from b2t_kaggle.lm.causal import load_lm  # Needs torch
+        from b2t_kaggle.rescoring.mixture import score_nbest
+        lists = [sorted([replace(h, total=h.total + cfg.llm_weight*h.llm) for h in hyps], key=lambda h: -h.total)
+                 for hyps in score_nbest(lists, *load_lm(llm), [t.context or '' for t in trials])]
+    facts = [dict(trial=i) | (dict(reference=t.sentence) if t.sentence else {}) for i, t in enumerate(trials)]
+    decoder.write_sentences(output, facts, lists)
+    spoken = [(t.sentence, hyps[0].text) for t, hyps in zip(trials, lists) if t.sentence]
+    if spoken: click.echo(f'Word error rate: {percent(word_error_rate(*zip(*spoken)))} of {len(spoken)} trials')
+    click.echo(f'Wrote {output}')

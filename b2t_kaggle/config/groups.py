@@ -270,7 +270,7 @@ class InferConfig(Section):
 class LMConfig(Section):
     "The n-gram language model, and its text."
     path: InputPath | None = None
-    "ARPA or KenLM file, or a folder of the organisers' decoder; null: build a model from `texts` and train."
+    "Finished ARPA or KenLM binary file; null: build one from `texts` and the training transcripts."
     general: InputPath | None = None
     "General n-gram model to mix in: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or pocketsphinx's wheel with it."
     texts: list[InputPath] = []

@@ -8,10 +8,9 @@ __all__ = ['Lexicon', 'PHONEME_CLASSES', 'Trie', 'Classes', 'classes_of', 'spell
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c003
 import itertools
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from fastcore.basics import patch
@@ -111,17 +110,17 @@ def spellings_of(
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c014
 def read_lexicon(
-    path: str | Path,                # Text file with lines such as `read R EH D SIL`
-    word_end: str | int | None = 'SIL', # Token at the end of a line that is not part of the pronunciation
+    path: str | Path,      # Text file with lines such as `read R EH D SIL`
+    word_end: Any = 'SIL', # Token at the end of a line that is not part of the pronunciation
 ) -> dict[str, list[list[str]]]:
     "A lexicon with words in lower case, without words such as `<unk>`. Raises a `ValueError` that names the line."
     lexicon: dict[str, list[list[str]]] = {}
     for i, line in enumerate(split_lines(read_text(path)), 1):
         word, *tokens = line.split() or ['<']
+        if tokens[-1:] == [word_end]: tokens.pop()
         if word[0] == '<': continue
-        if tokens[-1:] == [word_end]: tokens = tokens[:-1]
         if not tokens: raise ValueError(f'{path}, line {i}: found {line!r:.60}, expected a word and its tokens')
-        lexicon.setdefault(re.sub(r'\(\d+\)$', '', word).lower(), []).append(tokens)
+        lexicon.setdefault(word.lower(), []).append(tokens)
     return lexicon
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c017

@@ -23,18 +23,18 @@ from ..data.download import DownloadError, RemoteFile, download, read_url
 # %% ../../nbs/lm/12_public_models.ipynb #c006
 @dataclass(frozen=True)
 class PublicModel:
-    "A public n-gram model: a gzipped ARPA file, or a folder for `LexiconBeamDecoder.from_folder`."
+    "A public n-gram model: a gzipped ARPA file or a folder."
     name: str
     page: str    # Address of the authors' description
     link: str    # Address of the file, or a pattern for its name among the links of the page
-    size: int    # Approximate size of the gzipped file, or of the folder's [bytes]
+    size: int    # Approximate size of the download [bytes]
     order: int
     n_words: int # Size of the vocabulary
     licence: str
     authors: str # Names that the licence requires
     note: str = ''
     checksum: str | None = None # `sha256:…`; without it the file's own CRC is compared
-    files: tuple[str, ...] = () # Files of a folder, whose address is the link
+    files: tuple[str, ...] = () # Files of a folder for `LexiconBeamDecoder.from_folder`, whose address is the link
 
 def _imagineville(name: str, size: int, perplexity: float) -> PublicModel:
     return PublicModel(
@@ -108,7 +108,7 @@ def get_model(
     name: str,                        # Name of a public model
     folder: str | Path | None = None, # Folder for it; None: the user's cache
     progress: bool = False,           # Show a progress bar
-) -> Path: # A gzipped ARPA file or a folder; `NAME.arpa.gz.licence.json` or `NAME.licence.json` is beside it
+) -> Path: # A gzipped ARPA file or a folder, with its licence beside it (`….licence.json`)
     """Fetch a model with its licence, unless it has been fetched before. Raises `ValueError` for an unknown name,
     `DownloadError`, `OSError`."""
     model = find_model(name)

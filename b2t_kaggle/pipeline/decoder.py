@@ -36,7 +36,6 @@ def open_decoder(
     LLM."""
     from b2t_kaggle.decoding.compilation import say_when_compiling
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
-    from b2t_kaggle.decoding.lexicon import read_lexicon
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.boost import read_boosts
     from b2t_kaggle.logits import frame_times
@@ -52,11 +51,7 @@ def open_decoder(
     if calibration := known_calibration(run): options['temperature'] = calibration.temperature
     if cfg.decode.boost: options['boost'] = read_boosts(cfg.decode.boost, options['lm_weight'])
     if 'fusion' not in changes: options['fusion'] = _fusion(run)
-    lexicon = build_lexicon(known := read_text(words).split())
-    if run.lm_path.is_dir():
-        spelled = read_lexicon(run.lm_path/'lexicon.txt')
-        lexicon = {w: spelled[w] for w in known}
-    return LexiconBeamDecoder(lexicon, load_ngram(run.lm_path), **options | changes)
+    return LexiconBeamDecoder(build_lexicon(read_text(words).split()), load_ngram(run.lm_path), **options | changes)
 
 def _fusion(run: Run):
     "The LLM inside the search; None if there is no `decode.llm`, or if it was found not to help."

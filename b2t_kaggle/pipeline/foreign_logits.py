@@ -7,10 +7,11 @@ __all__ = ['ORDERS', 'order_hint', 'ForeignTrial', 'read_trials', 'normalised', 
 
 # %% ../../nbs/pipeline/14_foreign_logits.ipynb #c003
 import io
+import itertools
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,9 +75,9 @@ def _numbered(names) -> list[str]: return sorted(names, key=lambda s: [int(n) fo
 
 class ForeignTrial(NamedTuple):
     "A trial of another program."
-    logits: np.ndarray            # [T', K]
-    sentence: str | None = None   # Sentence that was spoken, if the file has it
-    context: str = ''             # Text before the sentence, for a language model
+    logits: np.ndarray          # [T', K]
+    sentence: str | None = None # Sentence that was spoken, if the file has it
+    context: str | None = None  # Text before the sentence, for a language model
 
 def _text(value) -> str | None:
     "A text, also if it has the numbers of its characters, and zeros after them."
@@ -84,23 +85,20 @@ def _text(value) -> str | None:
     return ''.join(map(chr, np.ravel(value).tolist())).partition('\0')[0]
 
 def _trials(content: Mapping | Sequence | np.ndarray) -> list[ForeignTrial]:
-    "The trials in the content of a file."
     if not isinstance(content, Mapping) and len(content) and isinstance(content[0], Mapping): # A dictionary for each
         content = {name: [row[name] for row in content] for name in content[0]}
-    texts: dict[str, list] = {}
     lengths = None
+    texts: list[Iterable] = []
     if isinstance(content, Mapping):
         name = next((n for n in _ARRAYS if n in content and getattr(content[n], 'ndim', 3) != 2), None)
         lengths = next((content[n] for n in _LENGTHS if n in content), None)
-        texts = {n: list(map(_text, content[n])) for n in ('transcription', 'context') if n in content}
+        texts = [map(_text, content.get(n, [])) for n in ('transcription', 'context')]
         content = [content[n] for n in _numbered(content)] if name is None else content[name]
     arrays = list(map(np.asarray, content))
     if lengths is not None:
         if len(lengths) != len(content): raise LogitError(f'found {len(content)} arrays and {len(lengths)} lengths')
         arrays = [x.reshape(-1, x.shape[-1])[:int(n)] for x, n in zip(arrays, np.ravel(lengths))]
-    unknown = [None]*len(arrays)
-    return [ForeignTrial(x, sentence, context or '') for x, sentence, context in
-            zip(arrays, texts.get('transcription', unknown), texts.get('context', unknown), strict=True)]
+    return [ForeignTrial(*values) for values in itertools.islice(itertools.zip_longest(arrays, *texts), len(arrays))]
 
 def read_trials(path: str | Path) -> list[ForeignTrial]:
     """The trials in a `.npz`, `.npy` or `.pkl`, or in a folder of `.npy` files, one per trial.

@@ -34,7 +34,6 @@ from b2t_kaggle.decoding.scorers import KenLMScorer
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.automaton import load_ngram
-from b2t_kaggle.lm.ngram import NGram
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stamps import StageRun
@@ -155,7 +154,7 @@ BINARIES = {
 
 def read_binary(path):
     "A sentence's score, and what a search asks: words without context, words after states."
-    lm = NGram.load(path)
+    lm = load_ngram(path)
     search = KenLMScorer(lm, ['how', 'are', 'you'])
     search.resolve(np.arange(5))
     return f'{lm.score("how are you"):.4f} {search.unigrams().round(4)} {search.arcs["log_prob"].round(4).sum()}'

@@ -68,10 +68,9 @@ def check_ngram(key: str, path: Path | None) -> None:
     "Raise `PipelineError` for an n-gram model that is neither ARPA nor KenLM, `ImportError` for KenLM without kenlm."
     if path is None or not path.exists(): return
     from b2t_kaggle.lm.arpa import is_kenlm_binary, read_counts
-    from b2t_kaggle.lm.automaton import load_ngram, model_in
+    from b2t_kaggle.lm.ngram import NGram
     with named_by(key):
-        if path.is_dir(): path = model_in(path)
-        if is_kenlm_binary(path): load_ngram(path)
+        if is_kenlm_binary(path): NGram.load(path)
         else: read_counts(path)
 
 def check_boost(path: Path | None) -> None:

@@ -19,7 +19,6 @@ from .stage import LANGUAGE_MODEL, SESSIONS, TRIALS, Artefact, Result, Stage
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c005
 def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
     "The n-gram model, written to `path`; the words to decode; and the mixture, if it is one with a general model."
-    from b2t_kaggle.decoding.lexicon import read_lexicon
     from b2t_kaggle.lm.automaton import check_words, load_ngram
     from b2t_kaggle.lm.corpus import vocabulary
     from b2t_kaggle.lm.interpolate import mix_general
@@ -36,8 +35,7 @@ def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
         lm = mixture.lm
         print(f'{mixture.note}\n{mixture.fits.to_string()}')
     else: lm = load_ngram(cfg.path)
-    if cfg.path and cfg.path.is_dir(): possible = list(read_lexicon(cfg.path/'lexicon.txt'))
-    else: possible = list(dict.fromkeys([*vocabulary(texts), *build_lexicon()]))
+    possible = list(dict.fromkeys([*vocabulary(texts), *build_lexicon()]))
     check_words(lm, possible)
     return lm, [w for w in possible if w in lm], mixture
 
@@ -49,8 +47,7 @@ class LM(Stage):
     writes = Artefact(LANGUAGE_MODEL)
 
     def inputs(self, cfg, runs):
-        models = {f'lm.{key}': sorted(path.glob('*')) if path.is_dir() else [path]
-                  for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
+        models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
         from b2t_kaggle.data.t12 import text_files
         with suppress(ValueError): # `check` names a folder without sessions
             return models | {'lm.texts': [f for p in cfg.lm.texts for f in (text_files(p) if p.is_dir() else [p])]}
