@@ -94,6 +94,9 @@ VALUES = {
     'startup': ['--startup 3'],
     'method': ['--how prob'],
     'weights': ['--weights 1'],
+    'scores': ['--score lists.jsonl=5'],
+    'folder': ['--folder sessions'],
+    'plugin': [], # test_a_plugin_trains_a_variant in test_pipeline.py
     'host': ['--host there', '--redis_ip there'],
     'port': ['--port 1', '--redis_port 1'],
     'lm__path': ['--lm_path lists.jsonl'],

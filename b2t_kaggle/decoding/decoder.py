@@ -439,18 +439,18 @@ def with_words(self: LexiconBeamDecoder, log_probs: np.ndarray, hyps: Sequence[H
 # %% ../../nbs/decoding/06_decoder.ipynb #c053
 @patch(cls_method=True)
 def from_folder(cls: LexiconBeamDecoder,
-    folder: str | Path, # Folder with `lexicon.txt`, `tokens.txt` and an n-gram, such as `lm.bin`
+    folder: str | Path, # Folder with `lexicon.txt`, `tokens.txt` and `lm.bin`, or another `.bin`
     hotwords: str | Path | None = None, # YAML file of words and their bonuses [log10]
     **options: Any,     # Arguments of `LexiconBeamDecoder`
 ) -> LexiconBeamDecoder:
-    """A decoder from the files of the organisers' decoder, `phoneme_to_words_lm`.
+    """A decoder from the files of the organisers' decoder, `phoneme_to_words_lm`, with their weights by default.
 
-    Weights are theirs by default: `acoustic_scale=1`, `lm_weight=2.5/ln 10`, `blank_penalty=9`, `merge='sum'`. Columns
-    are in the order of `tokens.txt`, unless `tokens` names them (`None`: the kit's 41 classes). Raises `OSError` for a
-    missing file, and `ValueError` that names the file."""
+    Columns are in the order of `tokens.txt`, unless `tokens` names them (`None`: the kit's 41 classes)."""
     folder = Path(folder)
     given: dict[str, Any] = dict(acoustic_scale=1., lm_weight=2.5/LN10, blank_penalty=9., merge='sum') | options
     if 'tokens' not in given: given['tokens'] = read_text(folder/'tokens.txt').split()
     if hotwords: given['boost'] = read_boosts(hotwords, given['lm_weight'])
+    model = folder/'lm.bin'
+    if not model.exists(): model = min(folder.glob('*.bin'), default=model)
     lexicon = read_lexicon(folder/'lexicon.txt', given.get('word_end', 'SIL'))
-    return cls(lexicon, load_ngram(folder), **given)
+    return cls(lexicon, load_ngram(model), **given)

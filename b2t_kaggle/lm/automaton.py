@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ARC', 'FIRST', 'STATE', 'Arrays', 'Automaton', 'empty_table', 'first_place', 'find', 'step', 'walk', 'word_scores',
-           'is_arpa', 'model_in', 'load_ngram', 'check_words']
+           'is_arpa', 'load_ngram', 'check_words']
 
 # %% ../../nbs/lm/09_automaton.ipynb #c003
 import hashlib
@@ -33,7 +33,6 @@ from b2t_kaggle.lm.arpa import (
     word_table,
 )
 from .ngram import LN10, NGram
-from .tries import KenLMReader, TrieError, is_trie
 from ..phonemes import to_ascii
 
 # %% ../../nbs/lm/09_automaton.ipynb #c008
@@ -256,14 +255,14 @@ def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:
     return table._replace(ids=numbers[table.ids])
 
 def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    "Facts and arrays of an ARPA file or a KenLM trie."
-    reader = KenLMReader(path) if is_kenlm_binary(path) else ArpaReader(path)
-    counts = reader.counts or read_counts(path)
+    "Facts and arrays of an ARPA file."
+    counts = read_counts(path)
     lm = Arrays(
         arcs=empty_table(sum(counts[1:])),
         first=np.zeros(sum(counts[:1]) + 1, FIRST), # One more for <unk>, which may be missing
         states=np.zeros(1 + sum(counts[:1]) + sum(counts[1:-1]), STATE),
     )
+    reader = ArpaReader(path)
     n_read = 0
     for grams in reader:
         order = grams.ids.shape[1]
@@ -362,28 +361,13 @@ def is_arpa(
     "Whether a file is there and no KenLM binary."
     return Path(path).exists() and not is_kenlm_binary(path)
 
-def model_in(
-    folder: str | Path, # Folder with one n-gram model; of several, lm.bin
-) -> Path:
-    "The file of a folder's n-gram model. Raises `ValueError` if the folder has none or several."
-    models = [f for f in sorted(Path(folder).iterdir()) if f.name.endswith(('.bin', '.arpa', '.arpa.gz'))]
-    models = [f for f in models if f.name == 'lm.bin'] or models
-    if len(models) == 1: return models[0]
-    raise ValueError(f'{folder}: found {", ".join(f.name for f in models) or "no n-gram"}, expected lm.bin, or one '
-                     'file of another name that ends in .bin, .arpa or .arpa.gz')
-
 def load_ngram(
-    path: str | Path, # ARPA file (plain or .gz), KenLM binary, or a folder with one of them
+    path: str | Path, # ARPA file (plain or .gz) or KenLM binary
 ) -> Automaton | NGram:
-    """The model of a file, in the form that is searched fastest: `Automaton` for an ARPA file and a KenLM trie of up to
-    512 MB, `NGram` for another binary.
+    """The model of a file, in the form that is searched fastest: `Automaton` for an ARPA file, `NGram` for a binary.
 
     Both have `score`, `word_scores`, `in`, `order` and `path`. Raises what their `load` raises."""
-    path = model_in(path) if Path(path).is_dir() else Path(path)
-    if is_arpa(path): return Automaton.load(path)
-    if path.is_file() and is_trie(path):
-        with suppress(TrieError): return Automaton.load(path) # KenLM may read what this refuses
-    return NGram.load(path)
+    return Automaton.load(path) if is_arpa(path) else NGram.load(path)
 
 # %% ../../nbs/lm/09_automaton.ipynb #c042
 def check_words(

@@ -88,11 +88,11 @@ def read_boosts(
         try:
             if not 1 <= len(numbers) <= 2:
                 raise ValueError(f'found {line.strip()!r}, expected a word or phrase, its bonus, and perhaps its '
-                                 'pronunciation, with commas or tabs between them, or `word: bonus` in YAML')
+                                 'pronunciation, with commas or tabs between them')
             try: bonus = scale*float(numbers[0])
             except ValueError:
                 raise ValueError(f'{phrase!r}: found the bonus {numbers[0]!r}, expected a number') from None
-            if is_yaml: phrase = re.sub(r"""^(["'])(.*)\1$""", r'\2', phrase)
+            if is_yaml: phrase = phrase.strip('"\'')
             boosts.append(_checked(Boost(phrase, bonus, *filter(None, numbers[1:])), bonuses))
         except ValueError as e: raise ValueError(f'{path}, line {i}: {e}') from None
     if not boosts: raise ValueError(f"{path}: found no words or phrases, expected lines such as 'sacramento, 4'")

@@ -10,6 +10,8 @@ import math
 import re
 import zipfile
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +21,13 @@ from fastcore.basics import patch
 from ..core.files import write_whole
 from ..core.reading import check_is_file, read_member
 from .arpa import Arpa, Grams, write_arpa
-from .tries import PADDING, Blocks, Level, TrieError, unpack
 from ..phonemes import normalize_sentence
 
 # %% ../../nbs/lm/13_sphinx.ipynb #c006
 _MAGIC = b'Trie Language Model'
 _MEMBER = 'en-us.lm.bin'
 
-class SphinxError(TrieError):
+class SphinxError(ValueError):
     "A language model of CMU Sphinx that cannot be read; the message names the file."
 
 class SphinxModel(NamedTuple):
@@ -98,12 +99,44 @@ def model_file(
 # %% ../../nbs/lm/13_sphinx.ipynb #c011
 _MAX_ORDER = 5  # Pocketsphinx reads no larger one
 _N_VALUES = 65536
+_PADDING = 8
 
-class _Blocks(Blocks):
-    error = SphinxError
+@dataclass
+class _Blocks:
+    data: bytes # Content of the file
+    name: str   # Name of the file, for errors
+    at: int = 0
 
+    def fail(self, problem: str): raise SphinxError(f'{self.name}: {problem}; fetch it again')
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c012
+    def take(self, dtype, count: int, section: str) -> np.ndarray:
+        "The next `count` numbers; raises `SphinxError` if the file has fewer."
+        size = np.dtype(dtype).itemsize*count
+        left = len(self.data) - self.at
+        if left < size: self.fail(f'the file ends within {section}: found {left:,} bytes, expected {size:,}')
+        self.at += size
+        return np.frombuffer(self.data, dtype, count, self.at - size)
+
+# %% ../../nbs/lm/13_sphinx.ipynb #c013
+def _unpack(packed: np.ndarray, count: int, widths: Sequence[int]) -> list[np.ndarray]:
+    "The fields of packed entries whose lowest bits come first."
+    eight_bytes = np.ndarray(len(packed) - 7, '<u8', packed, strides=(1,)) # Beginning with each byte
+    first_bit = np.arange(count)*sum(widths)
+    fields = []
+    for width in widths:
+        bits = eight_bytes[first_bit >> 3] >> (first_bit & 7).astype('u8')
+        fields.append((bits & np.uint64((1 << width) - 1)).astype(np.int64))
+        first_bit += width
+    return fields
+
+# %% ../../nbs/lm/13_sphinx.ipynb #c016
+class _Level(NamedTuple):
+    "The n-grams of one order, with an extra entry at the end; logarithms to the base 1.0001."
+    word: np.ndarray        # First word of each n-gram [M + 1] int64
+    log_prob: np.ndarray    # [M + 1] float32
+    backoff: np.ndarray     # [M + 1] float32; zeros in the highest order
+    first_child: np.ndarray # First n-gram one order above that ends with it [M + 1] int64; empty in the highest order
+
 @patch
 def read_counts(self: _Blocks) -> list[int]:
     "n-grams per order; raises `SphinxError` for another kind of file."
@@ -117,30 +150,45 @@ def read_counts(self: _Blocks) -> list[int]:
     return counts
 
 @patch
-def read_levels(self: _Blocks, counts: list[int]) -> list[Level]:
-    "The n-grams of all orders; logarithms to the base 1.0001."
+def read_levels(self: _Blocks, counts: list[int]) -> list[_Level]:
+    "The n-grams of all orders."
     order = len(counts)
     values = [self.take('<f4', _N_VALUES, 'the values') for _ in range(2*order - 3)]
     log_probs = values[::2]
     backoffs = values[1::2]
     unigrams = self.take([('log_prob', '<f4'), ('backoff', '<f4'), ('first', '<u4')], counts[0] + 1, 'the unigrams')
-    known = unigrams[:-1]
-    levels = [Level(np.arange(len(known)), known['log_prob'], known['backoff'], unigrams['first'].astype(np.int64))]
+    levels = [_Level(np.arange(len(unigrams)), unigrams['log_prob'], unigrams['backoff'],
+                     unigrams['first'].astype(np.int64))]
     word_bits = counts[0].bit_length()
     for n, count in enumerate(counts[1:], 2):
         widths = [word_bits, 16, 16, counts[n].bit_length()] if n < order else [word_bits, 16]
-        size = ((count + 1)*sum(widths) + 7)//8 + PADDING
-        word, *numbers = unpack(self.take('u1', size, f'the {n}-grams'), count + 1, widths)
-        child = numbers[2] if n < order else np.empty(0, np.int64)
-        backoff = backoffs[n - 2][numbers[0]] if n < order else np.zeros(count + 1, 'f4')
-        levels.append(Level(word[:-1], log_probs[n - 2][numbers[-1 if n == order else 1]][:-1], backoff[:-1], child))
+        size = ((count + 1)*sum(widths) + 7)//8 + _PADDING
+        word, *numbers = _unpack(self.take('u1', size, f'the {n}-grams'), count + 1, widths)
+        if n < order: levels.append(_Level(word, log_probs[n - 2][numbers[1]], backoffs[n - 2][numbers[0]], numbers[2]))
+        else: levels.append(_Level(word, log_probs[-1][numbers[0]], np.zeros(count + 1, 'f4'), np.empty(0, np.int64)))
     return levels
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c018
+# %% ../../nbs/lm/13_sphinx.ipynb #c020
+@patch
+def word_ids(self: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
+    "The words of the n-grams of each order that can be reached [M, n], in reading order."
+    n_words = len(levels[0].word) - 1
+    ids = [np.arange(n_words, dtype=np.int32)[:, None]]
+    for n, (level, below) in enumerate(zip(levels[1:], levels), 2):
+        first = below.first_child[:len(ids[-1]) + 1]
+        children = np.diff(first)
+        if first[0] != 0 or (children < 0).any() or first[-1] > len(level.word) - 1:
+            self.fail(f'the first children of the {n - 1}-grams do not rise to at most {len(level.word) - 1:,}')
+        word = level.word[:first[-1]]
+        if len(word) and word.max() >= n_words:
+            self.fail(f'a {n}-gram has the word number {word.max():,}, expected less than {n_words:,}')
+        ids.append(np.column_stack([word.astype(np.int32), ids[-1].repeat(children, axis=0)]))
+    return ids
+
+# %% ../../nbs/lm/13_sphinx.ipynb #c023
 _MARKS = {'<s>': '<s>', '</s>': '</s>', '<unk>': '<unk>', '<UNK>': '<unk>'}
 
 def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
-    "The normalised form of each word."
     forms = [_MARKS.get(w) or normalize_sentence(re.sub(r'\(\d+\)$', '', w)) for w in words]
     names: list[str | None] = [None]*len(words)
     used = set()
@@ -150,7 +198,7 @@ def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
         used.add(forms[i])
     return names
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c021
+# %% ../../nbs/lm/13_sphinx.ipynb #c026
 _LOG10 = math.log10(1.0001)
 
 def _parse(data: bytes, name: str) -> Arpa:

@@ -265,6 +265,6 @@ def disagreement(
     table = pd.DataFrame(0., index=list(texts), columns=list(texts))
     for a, b in itertools.combinations(texts, 2):
         x, y = ([texts[name][t] for t in texts[a] if t in texts[b]] for name in (a, b))
-        one, other = total(word_errors(x, y)), total(word_errors(y, x))
-        table.loc[a, b] = table.loc[b, a] = 2*one.edits/max(1, one.length + other.length)
+        words = len(' '.join(x + y).split())
+        table.loc[a, b] = table.loc[b, a] = 2*total(word_errors(x, y)).edits/max(1, words)
     return table

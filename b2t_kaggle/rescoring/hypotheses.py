@@ -160,7 +160,6 @@ def _parse_lists(values: dict) -> tuple[Trial, list[Entry]]:
     return trial, entries
 
 def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
-    "Trial and entries of a line of JSON, in whichever form."
     values = parse_json(line)
     if isinstance(values, dict):
         if any(isinstance(v, list) for v in values.values()): return _parse_lists(values)

@@ -360,13 +360,13 @@ def load_confusions(path: str | Path) -> ConfusionModel:
 
 def write_sentences(
     path: str | Path,                        # JSON Lines to write
-    lists: Sequence[PhonemeList],
-    nbest: Sequence[Sequence[Hypothesis]],   # Sentences of each list, from `decode_lists`
+    trials: Sequence[dict],                  # Fields of each trial to write
+    nbest: Sequence[Sequence[Hypothesis]],   # Sentences of each trial, best first
 ) -> None:
-    "Write a line for each sentence: fields of the list's line, rank (0 is the best), text and scores."
+    "Write a line for each sentence: fields of its trial, rank (0 is the best), text and scores."
     lines = []
-    for x, hypotheses in zip(lists, nbest, strict=True):
+    for fields, hypotheses in zip(trials, nbest, strict=True):
         for rank, h in enumerate(hypotheses):
             scores = {k: round(vars(h)[k], 4) for k in ('acoustic', 'ngram', 'llm', 'total') if k in vars(h)}
-            lines.append(json.dumps(x.fields | {'rank': rank, 'text': h.text} | scores))
+            lines.append(json.dumps(fields | {'rank': rank, 'text': h.text} | scores))
     write_whole(path, '\n'.join([*lines, '']))
