@@ -37,7 +37,6 @@ def log_sum_exp(
 _TOLERANCE = 1e-3   # Largest log-sum of a frame; log-softmax stays below 1e-5 in float32, but not in bfloat16
 
 def _checked(arrays: Iterable[np.ndarray], path: Path) -> Iterator[np.ndarray]:
-    "The arrays as float32, each checked to be log-probabilities [T', K]."
     for i, x in enumerate(arrays):
         x = np.asarray(x, np.float32)
         name = f'{path}: array {i}'
@@ -165,7 +164,6 @@ def _nearest_frames(times: np.ndarray, candidates: np.ndarray) -> np.ndarray:
 # %% ../nbs/01_logits.ipynb #c018
 @patch
 def _check_alike(self: LogitStore, store: LogitStore) -> None:
-    "Raise `LogitError` if two stores have different trials or classes, or frames that cannot be aligned."
     def refuse(problem, x, y): raise LogitError(f'{self.path} and {store.path} cannot be averaged: {problem}, {x} and '
                                                 f'{y}; average stores of the same split and patching')
     if len(self) != len(store): refuse('they hold different numbers of trials', len(self), len(store))
@@ -181,7 +179,7 @@ def _check_alike(self: LogitStore, store: LogitStore) -> None:
         refuse(f'trial {i} has different numbers of frames', self.n_frames[i], store.n_frames[i])
 
 def _check_stores(stores: Sequence[LogitStore]) -> int:
-    "Index of the fastest store, to whose frames the others are aligned. Raises `LogitError` if two do not fit."
+    "Index of the fastest store, to whose frames the others are aligned."
     for s in stores[1:]: stores[0]._check_alike(s)
     reference = int(np.argmax([s.n_frames.sum() for s in stores]))
     fastest = stores[reference]
@@ -195,7 +193,7 @@ def _check_stores(stores: Sequence[LogitStore]) -> int:
     return reference
 
 def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.ndarray]:
-    "Log-probabilities of a trial of all stores, in the frames of one of them."
+    "Log-probabilities of a trial of all stores, in the frames of one."
     n = stores[reference].n_frames[i]
     ours = frame_times(stores[reference].provenance)
     arrays = []
@@ -220,7 +218,7 @@ def _mean(arrays: Sequence[np.ndarray], mean: str, weights: np.ndarray | None = 
     return x - log_sum_exp(x)[:, None]
 
 def _normalized(weights: Sequence[float], n: int) -> np.ndarray:
-    "Weights of n stores that sum to 1 `[n]`; raises `LogitError`."
+    "Weights that sum to 1 `[n]`."
     w = np.asarray(weights, float)
     if w.shape != (n,) or not np.isfinite(w).all() or (w < 0).any() or not w.any():
         raise LogitError(f'weights are {list(weights)}, expected {n} numbers of at least 0, not all 0')
@@ -230,7 +228,6 @@ def _normalized(weights: Sequence[float], n: int) -> np.ndarray:
 _SPLITS = ('train', 'val', 'test')
 
 def _splits(provenance: Mapping) -> set[str]:
-    "The splits in a provenance, and in the members of an average."
     splits = {provenance['split']} if provenance.get('split') in _SPLITS else set()
     return splits.union(*(_splits(member) for member in provenance.get('members', [])))
 
@@ -243,7 +240,7 @@ def split_of(store: LogitStore) -> str | None:
 # %% ../nbs/01_logits.ipynb #c032
 @patch
 def _index_difference(self: LogitStore, index: pd.DataFrame) -> str:
-    "The first difference between the store's trials and the expected ones; '' if they agree."
+    "The first difference between the store's trials and the expected ones."
     ours = list(index[_TRIAL].itertuples(index=False, name=None))
     theirs = self._trials()
     if ours != theirs:

@@ -184,7 +184,6 @@ def _cardinal(n: int) -> str:
     return f'{_cardinal(n // size)} {name}' + (f' {_cardinal(n % size)}' if n % size else '')
 
 def _ordinal(n: int) -> str:
-    "A place in words: 21 → twenty first."
     head, _, last = _cardinal(n).rpartition(' ')
     return f'{head} {_ORDINAL.get(last) or re.sub("y$", "ie", last) + "th"}'.strip()
 
@@ -278,7 +277,6 @@ def _align(words: list[str], prons: list[list[str]]) -> np.ndarray:
     return np.where(chunks < 0, -1, x*_N**2 + chunks)
 
 def _chunk_phonemes(graphone: int) -> list[str]:
-    "The phonemes of a graphone."
     return [PHONEMES[p] for p in divmod(graphone % _N**2, _N) if p]
 
 # %% ../nbs/00_phonemes.ipynb #c039
@@ -292,7 +290,6 @@ def _extend(context: np.ndarray, graphone: np.ndarray) -> np.ndarray:
     return _scramble(context) + graphone.astype(np.uint64)*np.uint64(0x9E3779B97F4A7C15)
 
 def _find(keys: np.ndarray, values: np.ndarray, query: np.ndarray, default: float) -> np.ndarray:
-    "The value of each queried key, `default` for a key that is not in the sorted `keys`."
     i = np.minimum(np.searchsorted(keys, query), len(keys) - 1)
     return np.where(keys[i] == query, values[i], default)
 
@@ -395,7 +392,6 @@ class _Speller:
 
 # %% ../nbs/00_phonemes.ipynb #c047
 def _spellable() -> dict[str, list[str]]:
-    "The words of the dictionary from which spelling is learned, with their first pronunciation."
     return {w: p[0] for w, p in _dictionary().items() if re.fullmatch("[a-z']{1,18}", w)}
 
 @cache
@@ -506,7 +502,6 @@ def show_phonemes(
 _LM_ORDER = np.array([BLANK, SIL, *range(1, SIL)]) # Class at each position of the language model's order
 
 def _permute(x, order):
-    "Permute the last axis."
     x = np.asarray(x)
     if x.ndim == 0 or x.shape[-1] != len(order):
         raise ValueError(f'expected {len(order)} classes on the last axis, found shape {list(x.shape)}')

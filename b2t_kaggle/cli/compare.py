@@ -24,9 +24,7 @@ from b2t_kaggle.rescoring.hypotheses import best_entries, read_blocks, read_hypo
 
 # %% ../../nbs/cli/08_compare.ipynb #c005
 def _run_results(folder: Path) -> dict[str, list[dict]]:
-    """A run's results by its name, which has a mark if weights were tuned on these sentences.
-
-    Raises `ClickException` if its report is not done, or older than its last lists."""
+    "A run's results by its name, which has a mark if weights were tuned on these sentences."
     path = folder/RESULTS
     if not path.exists():
         raise click.ClickException(f'{path} does not exist; `b2t report` on this run makes it, if there are '
@@ -41,7 +39,6 @@ def _run_results(folder: Path) -> dict[str, list[dict]]:
     return {name: results.reset_index().to_dict('records')}
 
 def _file_results(path: Path) -> dict[str, list[dict]]:
-    "Results of each voter of a file, by its name."
     hypotheses = best_entries(read_hypotheses(path))
     systems = {}
     for name, trial in hypotheses.trials.items():
@@ -51,13 +48,12 @@ def _file_results(path: Path) -> dict[str, list[dict]]:
     return systems
 
 def _split_of(path: Path) -> str | None:
-    "The split of a source, if its name or form says it."
     if path.is_dir(): return 'val'
     named = splits_in_name(path) - {'train'}
     return named.pop() if len(named) == 1 else 'test' if path.suffix == '.csv' else None
 
 def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[dict]]:
-    "Results of each system, by a unique name. Raises `ClickException` for files of different splits."
+    "Results of each system, by a unique name."
     paths = {source: source_path(source, out, f' is neither a file of hypotheses nor a run in {out}')
              for source in sources}
     named = paths | ({truth: truth} if truth else {})
@@ -76,7 +72,7 @@ def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[di
 
 # %% ../../nbs/cli/08_compare.ipynb #c008
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
-    "The sentence of each trial, if known. Raises `ClickException` if `--truth` has a different one."
+    "The sentence of each trial, if known."
     given = {name: t.reference for name, t in read_hypotheses(truth).trials.items()} if truth else {}
     references = dict(given)
     for trial, reference in ((row['trial'], row['reference']) for rows in systems.values() for row in rows):
@@ -88,7 +84,7 @@ def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str,
     return references
 
 def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | None, texts: Sequence[Path] = ()):
-    "The results of each system, on the same trials. Raises `ClickException` for a trial without a reference."
+    "The results of each system, on the same trials."
     references = _references(systems, truth)
     corpora = read_blocks(blocks) if blocks else {}
     tables = {}
@@ -113,7 +109,6 @@ of twenty groups, one has a star by chance. Clear there from: 1.96 · s · √(n
 the difference on the n words here, and the L words of the leaderboard.'''
 
 def _examples(first: str, name: str, changed: pd.DataFrame, n: int = 3) -> str:
-    "Number of trials that a system fixed and broke, and the clearest ones."
     fixed, broke = changed[changed['more errors'] < 0], changed[changed['more errors'] > 0]
     lines = [f'{name} has fewer errors than {first} in {counted(len(fixed), "trial")} and more in {len(broke):,}.']
     for trial, row in pd.concat([fixed[:n], broke[::-1][:n]]).iterrows():

@@ -44,7 +44,6 @@ def get(source, output):
 
 # %% ../../nbs/cli/10_data.ipynb #c008
 def _config_for(verb: str, readable, config_, preset_: str | None, overrides: dict) -> Config:
-    "The configuration for work on a folder. Raises `click.UsageError` for a key that the verb does not read."
     for key in overrides:
         if not covers(readable, key):
             raise click.UsageError(f'--set {key} would have no effect: data {verb} reads only {", ".join(readable)}; '

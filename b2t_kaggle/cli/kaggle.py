@@ -70,7 +70,7 @@ _on = click.option('--accelerator', required=True, callback=_accelerator, metava
                    help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 
 def _full_id(name: str | None, default: str, client: Client | None) -> str:
-    "`OWNER/SLUG`, by default with the client's user; without a client, that of the environment or a placeholder."
+    "`OWNER/SLUG`, by default with the client's or the environment's user."
     name = name or re.sub('[^a-z0-9]+', '-', default.lower()).strip('-')
     if '/' in name: return name
     return f'{client.user if client else os.environ.get("KAGGLE_USERNAME", "OWNER")}/{name}'
@@ -108,7 +108,6 @@ def dataset(folder, name, message):
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c011
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
-    "Raise `click.BadParameter` if a key of the configuration names a file of this machine."
     for key in keys:
         value = attrgetter(key)(cfg)
         for path in map(str, value if isinstance(value, list) else [value]):

@@ -43,7 +43,6 @@ _models = click.argument('models', nargs=-1, required=True, type=FILE)
 _output = output_option(help='The file to write; .gz is compressed.')
 
 def _sentences_left_out(counts: Counter) -> str:
-    "A line with the numbers of sentences by reason; empty without any."
     return 'Sentences left out: ' + ', '.join(f'{n} with {why}' for why, n in counts.items()) + '\n' if counts else ''
 
 # %% ../../nbs/cli/05_lm.ipynb #c008

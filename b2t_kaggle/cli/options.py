@@ -29,7 +29,6 @@ from ..pipeline.stages import PLUGIN_VARIABLE, STAGES, PipelineError, use_plugin
 
 # %% ../../nbs/cli/01_options.ipynb #c005
 class _Output(click.Path):
-    "A file to write, or to replace."
     def convert(self, value, param, ctx):
         path = super().convert(value, param, ctx)
         try: check_output(path)

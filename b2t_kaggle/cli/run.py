@@ -75,15 +75,13 @@ def run_from_options(
                            f'them, or leave out {option} to keep them')
 
 def _short(values: dict, n: int = 6) -> str:
-    "The first settings, in a line."
     shown = [f'{k}={as_set(v)}' for k, v in list(values.items())[:n]]
     return ', '.join(shown + ([f'and {len(values) - n} more'] if len(values) > n else []))
 
 # %% ../../nbs/cli/03_run.ipynb #c010
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
                   force: Iterable[str] = (), plugin: Path | None = None) -> Run:
-    """A variant of a run, new or begun earlier. Raises `click.UsageError` if RUN does not exist or another run is in
-    the way, and the errors of `check_stages` for stages up to `until`, before anything is written."""
+    "A variant of a run, new or begun earlier, after all checks."
     source = source_path(from_, folder.parent, f' (--from): there is no such run in {folder.parent}', files=False)
     origin = {'from': str(source.absolute())}
     if (folder/'config.yaml').exists():
@@ -118,20 +116,17 @@ def _tell_settings(run: Run) -> None:
 
 # %% ../../nbs/cli/03_run.ipynb #c015
 def _tell_stopped(rows: list[dict], options: dict) -> None:
-    "Print which stages stopped early, and which options not to repeat."
     if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:
         without = ' and '.join(name for name, value in options.items() if value)
         click.echo(f'\nStopped early: {", ".join(stopped)}. The same command{without and f" without {without}"} '
                    'continues there.')
 
 def _table(rows: list[dict]) -> str:
-    "A line for each stage: state, seconds and metrics, folded if the terminal is narrow."
     table = pd.DataFrame(rows)
     lines = table.drop(columns='metrics').to_string(index=False, justify='left').splitlines()
     return '\n'.join(f'{line}  {folded(text, len(line) + 2)}' for line, text in zip(lines, ['metrics', *table.metrics]))
 
 def _tell_gains(run: Run, names: list[str]) -> None:
-    "Print how stages that change sentences changed the error rate on val, and whether they were kept."
     for name in names:
         figures = StageRun(run, name).stamp.get('metrics', {})
         if gain := gain_of(figures):
@@ -204,7 +199,6 @@ def stage_verb(name: str) -> click.Command:
 
 # %% ../../nbs/cli/03_run.ipynb #c025
 def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None, startup: int) -> None:
-    "Run trials until there are enough, then print and write their results."
     sweep = Sweep(run, ranges, study, startup)
     n_before = sum(t.state.is_finished() for t in sweep.study.trials)
     is_over = not sweep.run_trials(trials)

@@ -24,7 +24,6 @@ from b2t_kaggle.pipeline.stamps import StageRun
 
 # %% ../../nbs/cli/11_runs.ipynb #c005
 def _run_row(folder: Path, n_settings: int = 3) -> dict[str, str]:
-    "A row of the table: a run's progress, PER and WER on val, time, and settings."
     run = Run(folder, save=False)
     stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
     def holds(name): # Whether a stage's outputs belong to the last outputs of the stages before it
@@ -53,7 +52,6 @@ def _run_row(folder: Path, n_settings: int = 3) -> dict[str, str]:
 _COLUMNS = ('run', 'done', 'unfinished', 'PER', 'WER', 'settings', 'when', 'preset', 'variant_of')
 
 def _runs_table(rows: list[dict], width: int | None) -> str:
-    "A line for each run, with the columns that are not empty."
     names = [name for name in _COLUMNS if any(row.get(name) for row in rows)]
     columns = [[name.replace('_', ' '), *(row.get(name, '') for row in rows)] for name in names]
     padded = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]

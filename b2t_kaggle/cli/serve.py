@@ -24,7 +24,6 @@ from ..rescoring.online import LLMRescorer, llm_scorer
 
 # %% ../../nbs/cli/20_serve.ipynb #c004
 def _tell_search(run: Run, options) -> None:
-    "Print the weights of the search and their origin."
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
     click.echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names),
@@ -38,9 +37,7 @@ def _is_used(run: Run, stage: str, model: str | None) -> bool:
     return False
 
 def _llm(run: Run, decoder):
-    """The rescorer of a run's LLM, None if there is no LLM.
-
-    Weights are those that the stage rescore tuned if it is done, else the configured ones."""
+    "The rescorer of a run's LLM, with tuned weights if the stage rescore is done."
     c = run.cfg.rescore
     if not _is_used(run, 'rescore', c.llm): return None
     status = StageRun(run, 'rescore').status()

@@ -141,7 +141,6 @@ def covers(
 
 # %% ../../nbs/config/04_keys.ipynb #c016
 def _describe_field(field: str, owners: dict[str, FieldInfo]) -> str:
-    "Meanings of a field by encoder."
     by_meaning: dict[str, list[str]] = {}
     for name, f in owners.items(): by_meaning.setdefault(f.description or '', []).append(name)
     is_common = field in EncoderConfig.model_fields

@@ -81,7 +81,6 @@ def _as_path(path_or_name: str) -> str:
     return os.path.abspath(path_or_name) if os.path.exists(path_or_name) else path_or_name
 
 def _absolute(path: Path) -> Path:
-    "Absolute path with `~` replaced; raises `ValueError` for the home of an unknown user."
     try: return path.expanduser().absolute()
     except RuntimeError as e: raise ValueError(f'{path}: {e}; write the folder in full') from None
 
@@ -121,7 +120,6 @@ def section_facts(
     return {name: facts_of(field) for name, field in section.model_fields.items()}
 
 def _shortened(value) -> str:
-    "A value for an error message, cut after 200 characters."
     text = 'null' if value is None else repr(value)
     return text if len(text) <= 200 else text[:200] + '…'
 

@@ -188,7 +188,6 @@ def log(self: Client, name: str) -> list[str]:
 
 @patch
 def _list_output(self: Client, name: str) -> list[RemoteFile]:
-    "Files that a notebook left."
     from kagglesdk.kernels.types.kernels_api_service import ApiListKernelSessionOutputRequest
     message = ApiListKernelSessionOutputRequest()
     message.user_name, message.kernel_slug = name.split('/')
@@ -203,7 +202,6 @@ def _list_output(self: Client, name: str) -> list[RemoteFile]:
 
 @patch
 def _version(self: Client, name: str) -> int:
-    "Number of a notebook's last version; 0 if Kaggle does not tell."
     from kagglesdk.kernels.types.kernels_api_service import ApiGetKernelRequest
     message = ApiGetKernelRequest()
     message.user_name, message.kernel_slug = name.split('/')

@@ -75,7 +75,7 @@ def _raise_all(problems: Sequence[str]) -> None:
     if problems: raise NotebookError('This notebook cannot start:\n' + '\n'.join(f'- {p}' for p in problems))
 
 def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str]) -> Path | None:
-    "The only path, or None; a second one is added to the problems."
+    "The only path; a second one is a problem."
     if len(paths) > 1:
         problems.append(f'{name}: attached {len(paths)} times, expected once; detach all but one of '
                         f'{", ".join(map(printable, paths))}{instead and f", or {instead}"}')
@@ -91,17 +91,14 @@ def _has_model(run: Path) -> bool:
 _CAUSAL = re.compile('ForCausalLM$|LMHeadModel$|^Gemma.*ForConditionalGeneration$')
 
 def _read_json(path: Path) -> Any:
-    "Content of a JSON file; None if it cannot be read."
     try: return json.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError): return None
 
 def _is_llm(config: Path) -> bool:
-    "Whether a configuration names the class of a causal language model, as transformers saves it."
     classes = _value_at(_read_json(config), 'architectures')
     return isinstance(classes, list) and any(_CAUSAL.search(str(name)) for name in classes)
 
 def _value_at(value: Any, *keys: str) -> Any:
-    "A value in nested mappings; None if a key is missing."
     try:
         for key in keys: value = value[key]
         return value
@@ -114,7 +111,6 @@ def _head(path: Path) -> bytes:
     with open(path, 'rb') as f: return f.read(1 << 16)
 
 def _kind_of_file(path: Path) -> str | None:
-    "Field of `Attached` for a file outside runs."
     name = path.name
     if name in BEST.values(): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if b'"kind": "log_probs"' in _head(path) else None
@@ -138,7 +134,6 @@ def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[
         wheels=any(f.endswith('.whl') for f in files)).items() if holds}
 
 def _find_attached(input_dir: str | Path) -> Attached:
-    "Everything below a folder that the kit can use."
     paths: dict[str, list[Path]] = {field.name: [] for field in fields(Attached)}
     for folder, folders, files in walk_once(input_dir):
         if 'settings.ini' in files and 'b2t_kaggle' in folders: # The kit's source
@@ -153,7 +148,6 @@ def _find_attached(input_dir: str | Path) -> Attached:
 
 # %% ../../nbs/kaggle/00_session.ipynb #c016
 def _restore_run(earlier: Path | None, run_dir: str | Path) -> bool:
-    "Copy an attached run unless there is one already; returns whether there is one then."
     config = Path(run_dir)/'config.yaml'
     if config.exists() or earlier is None: return config.exists()
     files = [place/name for place, _, names in walk_once(earlier) for name in names]
@@ -182,7 +176,7 @@ def _missing_packages(needed: Mapping[str, str]) -> list[str]:
     return [package for module, package in needed.items() if not is_here(module)]
 
 def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str | Path) -> list[str]:
-    "Install missing packages and print the versions that are here; returns a problem if pip cannot."
+    "Install missing packages; returns a problem if pip cannot."
     held = {package: version for package in PINNED if (version := installed_version(package))}
     for package, version in held.items(): print(f'{package:16}{version}, as it is')
     missing = _missing_packages(needed)
@@ -208,7 +202,6 @@ def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_d
 
 # %% ../../nbs/kaggle/00_session.ipynb #c025
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
-    "Set the environment of the run; find and print the inputs."
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
     # Progress bars of this process's children move twice a minute
     variables = dict(TQDM_MININTERVAL='30', TQDM_MAXINTERVAL='30', B2T_XLA_CACHE=str(run_dir/'xla'),
@@ -283,7 +276,6 @@ def prepare_training(
 
 # %% ../../nbs/kaggle/00_session.ipynb #c032
 def _source(inputs: Attached, problems: list[str]) -> dict[str, Any]:
-    "Configuration values for the models or log-probabilities to decode; the name of a file is its split."
     log_probs = [path for run in inputs.runs if _has_model(run) for path in sorted((run/'logits').glob('*.arrow'))]
     log_probs += inputs.logits
     if log_probs:
@@ -310,7 +302,6 @@ def _source(inputs: Attached, problems: list[str]) -> dict[str, Any]:
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 
 def _language_models(inputs: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    "Configuration values for the attached language models, except those in `overrides`."
     general = () if inputs.ngrams or 'lm.path' in overrides else inputs.general
     kinds = {'lm.path': (inputs.ngrams, 'the n-gram model'), 'lm.general': (general, 'the general n-gram model'),
              'rescore.llm': (inputs.llms, 'the LLM'), 'rescore.llm_adapter': (inputs.adapters, "the LLM's adapter")}
@@ -326,7 +317,6 @@ def _language_models(inputs: Attached, overrides: Mapping[str, Any], problems: l
     return values
 
 def _needed(values: Mapping[str, Any]) -> dict[str, str]:
-    "Packages for decoding with these values."
     def has(key): return any(value for name, value in values.items() if name.endswith(f'.{key}'))
     lm = values.get('lm.path')
     is_binary = lm and Path(lm).is_file() and _head(Path(lm)).startswith(_KENLM)

@@ -57,7 +57,6 @@ class Image:
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c009
 def _pip(*args: object, python: str | Path | None = None, **variables: str) -> None:
-    "Run pip for a Python, by default this one; raises `RuntimeError` with its reason."
     option = [] if python in (None, sys.executable) else ['--python', python]
     command = [sys.executable, '-m', 'pip', *option, *args, '--quiet', '--disable-pip-version-check', '--no-input']
     # Packages on PYTHONPATH are not installed in another interpreter

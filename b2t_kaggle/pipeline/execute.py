@@ -70,7 +70,7 @@ def _set_variables() -> None:
     os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets
 
 def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
-    "Exception to raise if papermill failed; `out` is the executed notebook."
+    "Exception to raise if papermill failed."
     from nbclient.exceptions import DeadKernelError
     from papermill import PapermillExecutionError
     remains = ', and '.join(filter(None, ['The results of the stages before it are kept', STAGES[name].remains(run)]))
@@ -123,10 +123,8 @@ def execute(run: Run, name: str) -> None:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c014
 def _run_if_stale(stage: StageRun, forced: bool) -> str:
-    """Execute a stage unless it is done, or in any case if forced; returns the status that it had.
-
-    A second run that shares the stage waits, and then finds it done. If the stage fails and a file that it reads
-    changed, the error says that."""
+    """Execute a stage unless it is done, or if it is forced; returns its earlier status. If it fails and a file that it
+    reads changed, the error says that."""
     run, name = stage.run, stage.name
     stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
     with Lock(stage.stamp_path.with_suffix('.lock'), f'stage {name} of {stage.home}'):
@@ -157,7 +155,6 @@ def _row(stage: StageRun, status: str) -> dict:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c019
 def _run_lock(run: Run) -> Lock:
-    "The lock of a run, taken. Raises `PipelineError` if another process works on the run."
     lock = Lock(run.dir/'stages'/'run.lock', f'the run {run.dir}')
     lock.path.parent.mkdir(parents=True, exist_ok=True)
     try: lock.acquire(1)

@@ -39,7 +39,6 @@ from ..rescoring.opinion_pool import Combined
 
 # %% ../../nbs/pipeline/11_results.ipynb #c007
 def _model_name(provenance: Mapping) -> str | None:
-    "Acoustic model of log-probabilities, or of their members."
     names = sorted(_model_name(member) or 'unknown' for member in provenance.get('members', ()))
     return ' & '.join(names) or provenance.get('model')
 

@@ -74,7 +74,6 @@ class StageRun:
         return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
 
     def _changed_outputs(self) -> dict[Path, str]:
-        "Outputs that changed since the stage finished, with a description of each change."
         marks = {self.home/name: mark for name, mark in self.stamp.get('outputs', {}).items()}
         now = content_fingerprints(p for p in marks if p.is_file())
         return {p: f'{p.name} {"was changed" if p in now else "is no file" if p.exists() else "is missing"}'
@@ -145,7 +144,7 @@ def _remove_results(self: StageRun, fingerprint: str = '') -> None:
 
 @patch
 def _clear_leftovers(self: StageRun) -> None:
-    "Remove temporary files that killed processes left: of the run, of what it shares, and in the user's cache."
+    "Remove temporary files that killed processes left."
     work = self.run.work
     for folder in (self.run.dir, work/'stages', *work.glob('simulated-*'), *work.glob('packed-*')):
         clear_leftovers(folder, within=True)
@@ -190,7 +189,6 @@ def discard(self: StageRun) -> None:
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c026
 def _share(path: Path, target: Path) -> None:
-    "Link a file under another name; copy it if the disk has no links."
     if target.exists(): return
     target.parent.mkdir(parents=True, exist_ok=True)
     try: os.link(path, target)

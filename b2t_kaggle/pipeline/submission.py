@@ -43,7 +43,6 @@ def _short(text: str) -> str:
     return text if len(text) <= 100 else text[:100] + '…'
 
 def _text_problem(text) -> str | None:
-    "Fault of a text; None if it is allowed."
     if not isinstance(text, str):
         return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
     if not text or _ALPHABET.fullmatch(text): return None

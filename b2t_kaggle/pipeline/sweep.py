@@ -39,7 +39,6 @@ from ..training.trackers import TRIAL_VARIABLE, import_optuna, open_storage
 # %% ../../nbs/pipeline/12_sweep.ipynb #c005
 @contextmanager
 def _named_errors(storage: str) -> Iterator[None]:
-    "Turn an error of Optuna or of its database into a `PipelineError` that names the study."
     try: yield
     except Exception as e:
         names = [str(frame.f_globals.get('__name__')) for frame, _ in traceback.walk_tb(e.__traceback__)]
@@ -56,7 +55,7 @@ def _as_text(point: Mapping[str, Any]) -> str:
     return ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in point.items())
 
 def _sample_points(ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
-    "Points to check: each choice, or end or middle of a range, with the first one of all others; and all last ones."
+    "Points to check: each choice, or the ends and the middle of a range."
     samples = {key: d.choices if hasattr(d, 'choices') else (d.low, type(d.low)((d.low + d.high)/2), d.high)
                for key, d in ranges.items()}
     first, last = ({key: values[i] for key, values in samples.items()} for i in (0, -1))
@@ -100,8 +99,7 @@ class Sweep:
                 raise ConfigError(f'with {_as_text(point)}: {e}; nothing was begun') from None
 
     def _check_same(self) -> None:
-        """Raise `ConfigError` if the study was begun with other ranges or around another configuration,
-        `PipelineError` on a machine with another version or other sessions."""
+        "Raise an error if the study was begun with other values, with another version or on other sessions."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
         values = changed_values(self.run.cfg, without=vain | set(self.ranges))
         groups = {'simulate', *config.TRAINING_GROUPS}
@@ -141,7 +139,7 @@ def run_trials(self: Sweep, n: int) -> bool:
 
 @patch
 def _do(self: Sweep, number: int) -> bool:
-    "Do a point, unless another process does; returns False if the time is up."
+    "Do a point, unless another process does; False if the time is up."
     folder = self.folder(number)
     folder.mkdir(parents=True, exist_ok=True)
     lock = Lock(folder/'sweep.lock', f'trial {number} of {folder}')
@@ -163,7 +161,7 @@ def _values(self: Sweep, number: int) -> dict[str, Any]:
 
 @patch
 def _finish(self: Sweep, number: int) -> str:
-    "Do the rest of a point, and tell Optuna its result, which is returned; empty if the time was up before."
+    "Do the rest of a point, and tell Optuna its result, which is returned; empty if the time is up."
     states = self.optuna.trial.TrialState
     def failed(e: Exception) -> str:
         self.study.tell(number, state=states.FAIL)
@@ -199,7 +197,6 @@ _NUMBER = r'[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?'
 _RANGE = re.compile(rf'({_NUMBER}):({_NUMBER})(:log)?')
 
 def _choices(text: str) -> list:
-    "Values between the commas of a text, of YAML; empty for another kind of text."
     try: return [config.parse_value(v) for v in parse_yaml(f'[{text}]')]
     except ValueError: return []
 
@@ -210,7 +207,7 @@ def split_ranges(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, A
     return ranges, {k: v for k, v in values.items() if k not in ranges}
 
 def _parse_range(text: str, is_whole: bool):
-    "Optuna's distribution for a range or a choice; `is_whole` takes whole numbers only. Raises `ConfigError`."
+    "Optuna's distribution for a range or a choice."
     distributions = import_optuna().distributions
     if m := _RANGE.fullmatch(text.strip()):
         try: low, high = (int if is_whole else float)(m[1]), (int if is_whole else float)(m[2])

@@ -123,7 +123,6 @@ def fingerprint(
     return marks
 
 def _default(key: str) -> str:
-    "Default of a value that a fingerprint leaves out."
     field = config_fields().get(key)
     return str(field.default) if field else 'unknown'
 

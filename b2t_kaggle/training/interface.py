@@ -155,7 +155,6 @@ def state(self: Trainer) -> dict:
 
 @patch
 def _check_state(self: Trainer, state: dict, path: Path) -> None:
-    "Raise `TrainingError` if this run cannot continue from a checkpoint."
     for name, kind in _SAVED.items():
         if isinstance(state.get(name), kind): continue
         value = f'a {type(state[name]).__name__}' if name in state else 'nothing'

@@ -33,7 +33,6 @@ def lr_factor(
     return final + (1 - final) * (0.5 * (1 + math.cos(math.pi * done)) if shape == 'cosine' else 1 - done)
 
 def _decayed(step: int, decay: int, cfg: TrainConfig) -> float:
-    "Factor of the rate for shapes without a final rate, without warm-up."
     if cfg.lr_scheduler_type == 'eden': return 1 / math.sqrt(1 + (step / cfg.lr_eden_batches)**2)
     return cfg.lr_step_factor if step >= round(cfg.lr_step_at * decay) else 1.
 

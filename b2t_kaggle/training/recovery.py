@@ -94,7 +94,7 @@ def start_over(self: Checkpoints) -> None:
 
 @patch
 def _figures(self: Checkpoints, path: Path) -> dict | None:
-    "Figures of a saved model, the same in all processes; None if it is gone or damaged."
+    "Figures of a saved model, the same in all processes."
     t = self.trainer
     figures = None
     if t.is_main_process:
@@ -118,7 +118,7 @@ def verify(self: Checkpoints) -> None:
 
 @patch
 def _rebuild_best(self: Checkpoints, figures: dict | None) -> None:
-    "Make the weights as they are the best model. Raises `TrainingError` if they have seen val."
+    "Make the weights as they are the best model, unless they have seen val."
     t = self.trainer
     if t.is_refitting:
         raise TrainingError(f'{self.best} is lost, and {self.last} cannot take its place: it has been trained on val '

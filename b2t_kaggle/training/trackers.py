@@ -77,7 +77,6 @@ class TensorBoardTracker:
 
 # %% ../../nbs/training/09_trackers.ipynb #c012
 def _wandb_mode(environ: Mapping[str, str] = os.environ) -> str:
-    "`WANDB_MODE`; without it `online`, but `offline` on Kaggle without a key."
     on_kaggle = 'KAGGLE_KERNEL_RUN_TYPE' in environ and 'WANDB_API_KEY' not in environ
     return environ.get('WANDB_MODE') or ('offline' if on_kaggle else 'online')
 
@@ -123,7 +122,6 @@ def check_trackers(
 
 # %% ../../nbs/training/09_trackers.ipynb #c018
 def _each(trackers: dict[str, Tracker], when: str, call: Callable[[Tracker], None]) -> None:
-    "Call all trackers, and remove those that fail."
     for name, tracker in list(trackers.items()):
         try: call(tracker)
         except Exception as e: # Raised by any of its libraries

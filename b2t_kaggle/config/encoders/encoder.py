@@ -131,7 +131,6 @@ def require_encoder(
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c011
 def _import_encoder(package: str, name: str, base: type) -> Iterator[Any]:
-    "Classes of an encoder's module that derive from a base class."
     classes = _REGISTERED.get((package, name)) or vars(importlib.import_module(f'{package}.{name}')).values()
     for c in classes:
         if isinstance(c, type) and issubclass(c, base): yield c

@@ -13,7 +13,6 @@ from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, PipelineError, Resul
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c005
 def _check_both_splits(systems: dict) -> None:
-    "Raise `PipelineError` for a system with sentences of val and none of test."
     if not {'val', 'test'} <= set(systems): return
     if lost := [' '.join(v).strip() for v in systems['val'].voters if v not in systems['test'].voters]:
         raise PipelineError(f'combine.sources: {lost[0]} has sentences of val and none of test, so the error rates of '
@@ -33,7 +32,6 @@ def _combine(systems: dict, lm) -> tuple:
     return combined, pool
 
 def _left_out(systems: dict) -> list[str]:
-    "Lines about systems that the pool does not use, and about trials that lack a system."
     from b2t_kaggle.pipeline.results import count_trials
     lines = []
     learned = systems['val'].voters if 'val' in systems else None

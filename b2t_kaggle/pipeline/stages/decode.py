@@ -11,7 +11,6 @@ from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stag
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
 def _tuning(run, decoder, spoken):
-    "Tuned weights; `None` if the configured ones are used, with the reason printed."
     from b2t_kaggle.decoding import tuning
     from b2t_kaggle.pipeline.decoder import WEIGHTS
     path = run.dir/WEIGHTS
@@ -35,7 +34,7 @@ def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     return decoders
 
 def _search(run, split, decoders, **options) -> list:
-    "The n-best list of each trial of a split by its decoder with other options."
+    "The n-best list of each trial by its decoder with other options."
     log_probs = run.log_probs(split)
     nbest = {}
     for decoder in dict.fromkeys(decoders):

@@ -80,7 +80,6 @@ class Generate(Stage):
         return Result([*paths.values(), *write_lists(run, self.name, nbest)], metrics, not n_left, details)
 
     def _measure(self, run, nbest, metrics) -> dict:
-        "Add the error rates on val to the figures; returns what the notebook shows."
         from b2t_kaggle.metrics import bleu, character_error_rate, total, word_errors
         from b2t_kaggle.pipeline.results import participant_rates, spoken_trials
         spoken = spoken_trials(run)

@@ -27,7 +27,6 @@ def _score(run, nbest, scored, time_left) -> dict[str, dict]:
     return score_in_time(nbest, score, time_left, scored)
 
 def _rank(cfg, nbest, scored, references) -> tuple:
-    "Ranked lists, their weights and the tuning; `references` has the sentences of val by trial."
     from b2t_kaggle.rescoring.mixture import configured_weights, cross_validate, rank_in_time, tune
     configured = configured_weights(cfg)
     tunable = [i for i in references if i in scored['val']]

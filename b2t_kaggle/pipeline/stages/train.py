@@ -18,7 +18,7 @@ from ...training.checkpoint_paths import REFIT, checkpoint_files, last_batch, sa
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c005
 def _check_batches(cfg: Config) -> None:
-    "Raise `PipelineError` if no batch could be made. Counts sessions without reading them."
+    "Raise `PipelineError` if no batch could be made."
     from b2t_kaggle.data.batches import apportioned
     d = cfg.data
     n = cfg.simulate.n_sessions
@@ -36,7 +36,7 @@ def _check_batches(cfg: Config) -> None:
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c008
 def _within_time(cfg: Config, minutes: float) -> Config:
-    "The configuration with its time budget limited to this number of minutes. Raises `DeviceError` as `check` does."
+    "The configuration with at most this time budget."
     if cfg.data.dataset_dir:
         from b2t_kaggle.pipeline.frameworks import planned_device
         device = planned_device(cfg)
