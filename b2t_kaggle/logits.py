@@ -25,10 +25,7 @@ from .core.reading import splits_in_name
 class LogitError(ValueError):
     "Log-probabilities that cannot be stored, or stores that cannot be averaged; the message says which and why."
 
-def log_sum_exp(
-    x: np.ndarray, # Numbers of any shape
-    axis: int = -1,
-) -> np.ndarray:   # Sums, without `axis`
+def log_sum_exp(x: np.ndarray, axis: int = -1) -> np.ndarray:
     "$\\log \\sum \\exp x$ without overflow: the largest value is subtracted first."
     top = x.max(axis, keepdims=True)
     return np.log(np.exp(x - top).sum(axis)) + top.squeeze(axis)

@@ -113,9 +113,7 @@ def pronunciations(
                          for p in pronunciations(word[:-2], spelled))
     return [(spelled or letters_to_sounds)(word)]
 
-def is_guessed(
-    word: str, # A normalised word
-) -> bool:
+def is_guessed(word: str) -> bool:
     "Whether `pronunciations` guesses a word, or a part of it, from its letters, because no dictionary has it."
     guessed = []
     def note(part): return guessed.append(part) or ['AH'] # Any phoneme
@@ -137,9 +135,7 @@ def _nearest(m: re.Match) -> str:
     kind = unicodedata.category(m[0])
     return '"' if kind in _QUOTES_AND_MARKS else '' if kind[0] in 'LMNC' else ' '
 
-def to_ascii(
-    text: str, # Any text
-) -> str:      # Only ASCII
+def to_ascii(text: str) -> str:
     """Typographic, accented and full-width characters as plain ones; a dash, an ellipsis or a symbol becomes a space.
 
     A backtick between letters becomes an apostrophe, white space a space. Letters of other scripts are deleted."""
@@ -187,9 +183,7 @@ def _ordinal(n: int) -> str:
     head, _, last = _cardinal(n).rpartition(' ')
     return f'{head} {_ORDINAL.get(last) or re.sub("y$", "ie", last) + "th"}'.strip()
 
-def spell_numbers(
-    text: str, # Any text
-) -> str:      # The text with its numbers in words
+def spell_numbers(text: str) -> str:
     "Numbers in words: `1,250` → `one thousand two hundred fifty`, `3rd` → `third`, `2.5` → `two point five`."
     text = re.sub(r'(?<=\d),(?=\d{3}\b)', '', text)
     text = re.sub(r'(\d+)(?:st|nd|rd|th)\b', lambda m: _ordinal(int(m[1])), text)
@@ -533,9 +527,7 @@ def sentence_to_phonemes(
     return phonemes
 
 # %% ../nbs/00_phonemes.ipynb #c067
-def normalize_words(
-    words: Iterable[str], # Any words
-) -> Iterator[str]:
+def normalize_words(words: Iterable[str]) -> Iterator[str]:
     "The words as in the text of a language model; one may become several. Raises `TypeError` for other objects."
     for word in words:
         if not isinstance(word, str): raise TypeError(f'words: found {word!r}, expected words as text')

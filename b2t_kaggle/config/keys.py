@@ -118,24 +118,16 @@ def _audio_problems(self: Config) -> Iterator[str]:
                'null')
 
 # %% ../../nbs/config/04_keys.ipynb #c013
-def key_facts(
-    cfg: Config, # Configuration whose encoder has the keys of `model`
-) -> dict[str, tuple[Fact, ...]]: # Facts by key, `group.field`
-    "The facts of each key."
+def key_facts(cfg: Config) -> dict[str, tuple[Fact, ...]]:
+    "The facts of each key, `group.field`."
     sections: dict[str, Section] = dict(cfg)
     return {f'{g}.{k}': facts for g, section in sections.items() for k, facts in section_facts(type(section)).items()}
 
-def keys_with(
-    cfg: Config,       # Configuration whose encoder has the keys of `model`
-    *kinds: type[Fact], # Classes of facts
-) -> set[str]:
+def keys_with(cfg: Config, *kinds: type[Fact]) -> set[str]:
     "Keys, `group.field`, with a fact of these classes."
     return {key for key, facts in key_facts(cfg).items() if any(isinstance(f, kinds) for f in facts)}
 
-def covers(
-    names: Collection[str], # Keys and groups
-    key: str,               # `group.field`
-) -> bool:
+def covers(names: Collection[str], key: str) -> bool:
     "Whether a key, or its group, is among these names."
     return key in names or key.split('.')[0] in names
 
@@ -174,10 +166,7 @@ def group_descriptions() -> dict[str, str]:
         'model': EncoderConfig.__doc__ or ''}
 
 # %% ../../nbs/config/04_keys.ipynb #c018
-def near_keys(
-    key: str,        # Unknown key
-    keys: list[str], # Every key
-) -> str:
+def near_keys(key: str, keys: list[str]) -> str:
     "The end of an error about an unknown key: a suggestion."
     field = key.rpartition('.')[2]
     if same := [k for k in keys if k.split('.')[1] == field]: return f'; did you mean {" or ".join(same)}?'
@@ -196,16 +185,11 @@ def full_key(
     raise ConfigError(f'--set {key}: there is no such key{near_keys(key, keys)}')
 
 # %% ../../nbs/config/04_keys.ipynb #c021
-def flat_values(
-    cfg: Config,
-) -> dict[str, Any]: # Values as plain JSON types by key, `group.field`
-    "All values, including defaults."
+def flat_values(cfg: Config) -> dict[str, Any]:
+    "All values by key, `group.field`, as plain JSON types."
     return {f'{g}.{k}': v for g, values in cfg.dump().items() for k, v in values.items()}
 
-def changed_values(
-    cfg: Config,
-    without: set[str] = frozenset(), # Keys to leave out
-) -> dict[str, Any]: # Values by key, `group.field`
+def changed_values(cfg: Config, without: set[str] = frozenset()) -> dict[str, Any]:
     "Every value that differs from its default, and the name of the model."
     changed = cfg.model_dump(mode='json', exclude_defaults=True)
     values = {f'{g}.{k}': v for g, fields in changed.items() for k, v in fields.items()}
@@ -213,20 +197,15 @@ def changed_values(
     return {k: v for k, v in values.items() if k not in without}
 
 # %% ../../nbs/config/04_keys.ipynb #c024
-def differing_values(
-    cfg: Config,
-    base: Config, # Configuration to compare with
-) -> dict[str, Any]: # Values as plain JSON types by key, `group.field`
-    "Values of `cfg` that `base` does not have; the whole model group if the two have different encoders."
+def differing_values(cfg: Config, base: Config) -> dict[str, Any]:
+    "Values, as `flat_values` has them, that `base` does not have; all of `model` if the encoders differ."
     values = flat_values(base)
     has_other_model = cfg.model.name != base.model.name
     return {k: v for k, v in flat_values(cfg).items()
             if k not in values or values[k] != v or (has_other_model and k.startswith('model.'))}
 
 # %% ../../nbs/config/04_keys.ipynb #c027
-def validated(
-    values: dict, # Values by group and field
-) -> Config:
+def validated(values: dict) -> Config:
     "A `Config` from plain values. Raises a `ConfigError` that names all errors."
     try: return Config.model_validate(values)
     except ValidationError as e: sentences = describe_errors(e)
@@ -244,17 +223,12 @@ def parse_value(
     try: return float(text) if looks_like_float else parse_yaml(text)
     except ValueError: return text
 
-def as_set(
-    value: Any, # Value of plain JSON types
-) -> str:
+def as_set(value: Any) -> str:
     "A value as `--set` takes it."
     return value if isinstance(value, str) else json.dumps(value)
 
 # %% ../../nbs/config/04_keys.ipynb #c030
-def merged(
-    cfg: Config,   # Configuration to begin with, which is not changed
-    changes: dict, # Fields by group
-) -> Config:
+def merged(cfg: Config, changes: dict) -> Config:
     "`cfg` with some values replaced. Raises `ConfigError`."
     values = cfg.model_dump()
     for group, fields in changes.items():

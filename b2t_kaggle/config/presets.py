@@ -109,28 +109,20 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 } | _BEST
 
 # %% ../../nbs/config/06_presets.ipynb #c013
-def preset(
-    name: str, # A key of `PRESETS`, such as `official`
-) -> Config:
+def preset(name: str) -> Config:
     "A named configuration."
     if name not in PRESETS:
         raise ConfigError(f'preset {name!r} does not exist, only {", ".join(PRESETS)}{did_you_mean(name, PRESETS)}')
     return validated(PRESETS[name])
 
-def preset_changes(
-    cfg: Config,
-    name: str, # Name of a preset
-) -> dict[str, Any]: # Values by key
+def preset_changes(cfg: Config, name: str) -> dict[str, Any]:
     "Values that differ from a preset, or from the defaults of an encoder that the preset does not have."
     base = preset(name)
     if base.model.name == cfg.model.name: return differing_values(cfg, base)
     return {'model.name': cfg.model.name} | differing_values(cfg, merged(base, dict(model=dict(name=cfg.model.name))))
 
 # %% ../../nbs/config/06_presets.ipynb #c016
-def describe_run(
-    cfg: Config, # Configuration of a run
-    name: str,   # Name of its preset
-) -> str:
+def describe_run(cfg: Config, name: str) -> str:
     "A line about a run on a simulation; empty for recordings."
     if cfg.data.dataset_dir is not None: return ''
     trained = '' if cfg.infer.logits or cfg.infer.checkpoint else f', {cfg.train.num_training_batches:,} batches'

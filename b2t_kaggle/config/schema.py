@@ -56,20 +56,14 @@ class Only(Fact):
     framework: str          # `pytorch` or `tensorflow`
     value: str | None = None # Value that belongs to the framework; None: all values but the default
 
-    def excludes(self,
-        framework: str, # `pytorch` or `tensorflow`
-        value: Any,     # Value of the key
-        default: Any,   # Default of the key
-    ) -> bool:
+    def excludes(self, framework: str, value: Any, default: Any) -> bool:
         "Whether a framework lacks this value."
         return framework != self.framework and (value != default if self.value is None else value == self.value)
 
     def __str__(self): return f'{self.value or ""} {FRAMEWORKS[self.framework]} alone'.strip()
 
 # %% ../../nbs/config/01_schema.ipynb #c008
-def facts_of(
-    field: FieldInfo, # Field of a group
-) -> tuple[Fact, ...]:
+def facts_of(field: FieldInfo) -> tuple[Fact, ...]:
     "Facts of a field, from its annotation and all parts of its type, each once."
     def parts(annotation): return [annotation, *(p for a in get_args(annotation) for p in parts(a))]
     annotations = (p for a in (field.annotation, *field.metadata) for p in parts(a))
@@ -113,9 +107,7 @@ class Section(BaseModel):
 
 # %% ../../nbs/config/01_schema.ipynb #c018
 @cache
-def section_facts(
-    section: type[Section], # Class of a group
-) -> dict[str, tuple[Fact, ...]]: # Facts by field
+def section_facts(section: type[Section]) -> dict[str, tuple[Fact, ...]]:
     "Facts of all fields of a group."
     return {name: facts_of(field) for name, field in section.model_fields.items()}
 

@@ -200,11 +200,7 @@ def check_stages(
     return pending
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c025
-def run_stages(
-    run: Run,
-    until: str | None = None,  # Last stage; None means all
-    force: Iterable[str] = (), # Stages to do again even if they are done
-) -> list[dict]:
+def run_stages(run: Run, until: str | None = None, force: Iterable[str] = ()) -> list[dict]:
     """Execute the stages that are not done, in order; returns a row for each: stage, state, seconds, metrics.
 
     Raises `PipelineError` at the first stage that fails, or if another process works on the run, and as `check_stages`

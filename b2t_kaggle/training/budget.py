@@ -35,11 +35,7 @@ class Budget:
         last.append(seconds)
         self.calls[kind] += 1
 
-    def timed(self,
-        kind: str,         # `step`, `validate` or `save`
-        function: Callable,# Function to call
-        *args,             # Arguments of the function
-    ) -> Any:
+    def timed(self, kind: str, function: Callable, *args) -> Any:
         "Call a function and record its duration."
         start = time.monotonic()
         result = function(*args)
@@ -84,9 +80,7 @@ def announce_time_limit(
     return Deadline.announced()
 
 @contextmanager
-def time_limit(
-    hours: float | None, # Hours from now; None: no limit
-) -> Iterator[Deadline]:
+def time_limit(hours: float | None) -> Iterator[Deadline]:
     "Set the deadline for as long as the block lasts, unless one is set already."
     is_announced = TIME_LIMIT_VARIABLE in os.environ
     try: yield announce_time_limit(hours)

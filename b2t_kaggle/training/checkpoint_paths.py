@@ -31,18 +31,14 @@ def find_checkpoint(
     if not path.is_dir(): return path
     return next((path/p for p in _PLACES[framework] if (path/p).is_file()), None)
 
-def framework_of(
-    path: str | Path, # A checkpoint, or the folder that holds it
-) -> str:
+def framework_of(path: str | Path) -> str:
     "`tensorflow` for its checkpoint, or a folder with one and without PyTorch's; otherwise `pytorch`."
     path = Path(path)
     if not path.is_dir(): return 'tensorflow' if path.name.endswith('.weights.h5') else 'pytorch'
     if find_checkpoint(path, 'pytorch'): return 'pytorch'
     return 'tensorflow' if find_checkpoint(path, 'tensorflow') else 'pytorch'
 
-def checkpoint_files(
-    path: str | Path, # A checkpoint, or the folder that holds it
-) -> list[Path]:
+def checkpoint_files(path: str | Path) -> list[Path]:
     "Files of the models at a path: weights, also refitted ones, and the official kit's `args.yaml`."
     path = Path(path)
     if not path.is_dir(): return [path]
@@ -61,19 +57,14 @@ def checkpoint_for(
     return refitted if split == 'test' and refitted else path
 
 # %% ../../nbs/training/02_checkpoint_paths.ipynb #c014
-def last_batch(
-    history: Path, # `history.csv` of a training run
-) -> int:
+def last_batch(history: Path) -> int:
     "Number of batches in the last row of the curves; 0 if there are no curves or they cannot be read."
     try: lines = history.read_text(encoding='utf-8').splitlines() if history.is_file() else []
     except (OSError, ValueError): return 0
     step = lines[-1].split(',')[0] if len(lines) > 1 and lines[0].startswith('step,') else ''
     return int(step) if step.isdecimal() else 0
 
-def saved_batches(
-    out: Path, # A training's folder
-    cfg,       # The run's configuration
-) -> str:
+def saved_batches(out: Path, cfg) -> str:
     "Saved progress of a training run that was killed, as a clause; curves are written before checkpoints."
     history, last = out/'history.csv', out/LAST[cfg.train.framework]
     if not last.exists(): return 'nothing of it is saved yet'

@@ -52,10 +52,7 @@ def check_unseen(
                           'converted from it')
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c009
-def stored_config(
-    read: Callable[[], Config], # Function that reads the configuration
-    path: str | Path,           # The checkpoint
-) -> Config:
+def stored_config(read: Callable[[], Config], path: str | Path) -> Config:
     "The configuration of a checkpoint, with `data.sessions`. Raises `CheckpointError`."
     try: cfg = read()
     except ConfigError as e: raise CheckpointError(f'{path}: {str(e).removeprefix(f"{path}: ")}') from None
@@ -69,11 +66,7 @@ def stored_config(
     return cfg
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c012
-def check_features(
-    store: 'TrialStore',    # Trials to run a model on
-    cfg: Config,            # The model's configuration
-    checkpoint: str | Path, # The model's file, for the error
-) -> None:
+def check_features(store: 'TrialStore', cfg: Config, checkpoint: str | Path) -> None:
     "Raise `TrainingError` for trials with another number of features than the model takes."
     expected = cfg.model.neural_dim
     if cfg.model.participants: expected = max(map(cfg.model.features_of, store.sessions))
@@ -96,10 +89,7 @@ def provenance(
                        config=cfg.dump(), smoothing=smoothing, first_bin=smoothing_margins(cfg.augment, smoothing)[0])
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c014
-def misfits(
-    expected: Mapping[str, Sequence[int]], # Shapes of a model's weights by name
-    shapes: Mapping[str, Sequence[int]],   # Shapes of the weights to load, by name
-) -> str:
+def misfits(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> str:
     "Weights that are missing, unknown or of another shape, at most four; empty if all fit."
     wrong = [f'{k} is missing' for k in expected if k not in shapes]
     wrong += [f'{k} is not in the model' for k in shapes if k not in expected]
@@ -109,10 +99,7 @@ def misfits(
     return '; '.join(wrong[:4]) + more
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c019
-def fingerprint(
-    cfg: Config,                          # The run's configuration, with its sessions
-    stores: dict[str, TrialStore | None], # Trials by split
-) -> dict[str, str]:
+def fingerprint(cfg: Config, stores: dict[str, TrialStore | None]) -> dict[str, str]:
     "Values and trials on which the weights depend, as text by name."
     values = config.changed_values(cfg, without=keys_with(cfg, MayChange))
     marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in TRAINING_GROUPS}
@@ -132,11 +119,7 @@ def _comparable(key: str, value: str | None) -> str | None:
     is_path = field and any(isinstance(fact, InputFile) for fact in field.facts)
     return Path(value).name if is_path and value else value
 
-def check_same(
-    old: dict[str, str], # `fingerprint` of the checkpoint
-    new: dict[str, str], # `fingerprint` of this run
-    path: Path,          # The checkpoint
-) -> None:
+def check_same(old: dict[str, str], new: dict[str, str], path: Path) -> None:
     "Raise `TrainingError` that names every difference."
     changed = [k for k in sorted(old | new) if _comparable(k, old.get(k)) != _comparable(k, new.get(k))]
     if not changed: return

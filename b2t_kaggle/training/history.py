@@ -107,9 +107,7 @@ class History:
         table = pd.DataFrame(self.rows) if self.rows else pd.DataFrame(columns=_COLUMNS)
         with atomic_path(self.path) as scratch: table.to_csv(scratch, index=False)
 
-def read_history(
-    path: str | Path, # `history.csv`
-) -> pd.DataFrame:
+def read_history(path: str | Path) -> pd.DataFrame:
     """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
     row. Each term of the loss has a column with its name and one with `val_` before it; norms of parts of the gradient
     begin with `grad_`. In float16 `skipped` counts batches that were left out because a gradient overflowed; with an
@@ -126,9 +124,7 @@ def read_history(
 _LABELS = dict(consistency='KL divergence of two views', answer='cross entropy of answers', ctc='CTC',
                align='distance to targets', contrast='InfoNCE')
 
-def plot_history(
-    path: str | Path, # `history.csv`
-):
+def plot_history(path: str | Path):
     "The loss, errors on val, each term of the loss, and gradient norms of parts of the model. Returns the figure."
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter

@@ -25,9 +25,7 @@ def step_memory(
 _ERROR_TYPES = {'MemoryError', 'OutOfMemoryError', 'ResourceExhaustedError'}
 _ERROR_TEXTS = ('resource_exhausted', "can't allocate memory", 'out of memory')
 
-def is_oom(
-    error: BaseException, # Error of a framework
-) -> bool:
+def is_oom(error: BaseException) -> bool:
     "Whether an error means that memory is full."
     return type(error).__name__ in _ERROR_TYPES or any(text in str(error).lower() for text in _ERROR_TEXTS)
 

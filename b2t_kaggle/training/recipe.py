@@ -47,18 +47,12 @@ def _learning_rate(step: int, cfg: TrainConfig, suffix: str) -> float:
     warmed = step / warmup if step < warmup else 1.
     return peak * warmed * _decayed(step, decay, cfg)
 
-def learning_rates(
-    step: int,        # Training batch, from 0
-    cfg: TrainConfig, # The run's `train` group
-) -> dict[str, float]:
+def learning_rates(step: int, cfg: TrainConfig) -> dict[str, float]:
     "Learning rates of a step: `model` and `day`."
     return dict(model=_learning_rate(step, cfg, ''), day=_learning_rate(step, cfg, '_day'))
 
 # %% ../../nbs/training/00_recipe.ipynb #c009
-def averaging_rate(
-    step: int,        # Training batch, from 0
-    cfg: TrainConfig, # The run's `train` group
-) -> float | None:
+def averaging_rate(step: int, cfg: TrainConfig) -> float | None:
     """Rate of the average after a step, `average += rate · (weights − average)`: that of an exponential average with a
     warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None if there is no average."""
     if cfg.weight_average is None: return None
@@ -67,17 +61,13 @@ def averaging_rate(
     return 1 / max(1, step - first + 1)
 
 # %% ../../nbs/training/00_recipe.ipynb #c012
-def refit_step(
-    cfg: TrainConfig, # The run's `train` group
-) -> int | None:
+def refit_step(cfg: TrainConfig) -> int | None:
     "The first step (from 0) whose batch may have trials of val; None if there is no refit."
     if not cfg.refit: return None
     return cfg.num_training_batches - round(cfg.refit * cfg.num_training_batches)
 
 # %% ../../nbs/training/00_recipe.ipynb #c015
-def is_per_participant(
-    name: str, # Name of a parameter
-) -> bool:
+def is_per_participant(name: str) -> bool:
     "Whether a parameter has a row per participant, in the order of `model.participants`."
     return name.rpartition('.')[2].startswith('participant_') # An audio LLM contains the encoder
 
@@ -111,17 +101,12 @@ def gaussian_kernel(
     if causal: k[(len(k) - 1) // 2 + 1:] = 0
     return k / k.sum()
 
-def smoothing_kernel(
-    cfg: AugmentConfig, # The run's `augment` group
-) -> np.ndarray | None:
+def smoothing_kernel(cfg: AugmentConfig) -> np.ndarray | None:
     "The kernel of a configuration, float32 `[taps]`; None if it does not smooth."
     if not cfg.smooth_data: return None
     return gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std, cfg.smooth_causal)
 
-def smoothing_margins(
-    cfg: AugmentConfig, # The run's `augment` group
-    smoothing: str,     # `same` or `valid`
-) -> tuple[int, int]:
+def smoothing_margins(cfg: AugmentConfig, smoothing: str) -> tuple[int, int]:
     "Bins that smoothing leaves out at the beginning and at the end of a trial."
     kernel = smoothing_kernel(cfg)
     if smoothing == 'same' or kernel is None: return 0, 0
@@ -138,10 +123,7 @@ def step_seed(
     return int(np.random.SeedSequence([seed, step, stream]).generate_state(1, np.uint64)[0] >> 1)
 
 # %% ../../nbs/training/00_recipe.ipynb #c025
-def draw_cut(
-    cfg: AugmentConfig, # The run's `augment` group
-    seed: int,          # Seed from `step_seed`
-) -> int:
+def draw_cut(cfg: AugmentConfig, seed: int) -> int:
     "Bins to cut from the start of a batch, uniform in 0 … random_cut − 1."
     return int(np.random.default_rng(seed).integers(max(cfg.random_cut, 1)))
 

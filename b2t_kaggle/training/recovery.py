@@ -51,10 +51,7 @@ class Checkpoints:
         self.budget.timed('save', self.trainer.save_last, self.last)
 
 # %% ../../nbs/training/08_recovery.ipynb #c008
-def checkpoint_bytes(
-    n_parameters: int, # Number of parameters
-    cfg: Config,       # The run's configuration
-) -> dict[str, int]:
+def checkpoint_bytes(n_parameters: int, cfg: Config) -> dict[str, int]:
     """Approximate sizes of the checkpoints: the best weights; the state, which adds two moments for each, and an
     average if there is one; and the refitted weights."""
     weights = 4*n_parameters
@@ -75,9 +72,7 @@ def check_space(self: Checkpoints) -> None:
     if problem := t.gather(problem)[0]: raise WriteError(problem)
 
 # %% ../../nbs/training/08_recovery.ipynb #c011
-def set_aside(
-    path: Path, # A model
-) -> str:
+def set_aside(path: Path) -> str:
     "Rename a file to a free name, which is returned."
     names = (f'earlier-{i}-{path.name}' for i in itertools.count(1))
     name = next(n for n in names if not path.with_name(n).exists())

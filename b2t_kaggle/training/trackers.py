@@ -43,9 +43,7 @@ class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float]) -> None: "Record figures after a number of batches."
     def finish(self, succeeded: bool) -> None: "End the run; without success after an error."
 
-def tracked_values(
-    cfg: Config, # The run's configuration
-) -> dict[str, Any]:
+def tracked_values(cfg: Config) -> dict[str, Any]:
     "The configuration of a run as trackers show it: `group.field`: value."
     return {k: v for k, v in flat_values(cfg).items() if k.split('.')[0] in TRAINING_GROUPS}
 
@@ -104,17 +102,12 @@ class WandbTracker:
 # %% ../../nbs/training/09_trackers.ipynb #c015
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = dict(tensorboard=TensorBoardTracker, wandb=WandbTracker)
 
-def tracker_names(
-    log: Sequence[str] | None, # `train.log`
-    framework: str, # Framework of the training
-) -> list[str]:
+def tracker_names(log: Sequence[str] | None, framework: str) -> list[str]:
     "The trackers of a run."
     if log is not None: return list(log)
     return ['tensorboard'] if framework == 'tensorflow' else []
 
-def check_trackers(
-    names: Iterable[str], # Names from `tracker_names`
-) -> None:
+def check_trackers(names: Iterable[str]) -> None:
     "Raise `TrainingError` for a tracker that is not installed."
     for name in names:
         if find_spec(name): continue

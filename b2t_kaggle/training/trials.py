@@ -36,10 +36,7 @@ def _unalignable(store: TrialStore, cfg: Config, cut: int = 0) -> np.ndarray:
     frames = cfg.model.n_frames(store.n_bins - cut)
     return (frames < needed) | (frames < 1)
 
-def name_trials(
-    store: TrialStore, # The trials
-    indices,           # Indices of some of them
-) -> str:
+def name_trials(store: TrialStore, indices) -> str:
     "Names of trials, by which a person finds them in the session files."
     rows = store.index.iloc[list(indices)]
     return '; '.join(f'{r.session} block {r.block} trial {r.trial} ({r.key})' for r in rows.itertuples())
@@ -61,10 +58,7 @@ def usable_trials(
     return np.flatnonzero(~left_out)
 
 # %% ../../nbs/training/01_trials.ipynb #c014
-def model_days(
-    store: TrialStore,      # Any split
-    day_of: dict[str, int], # The model's day of each session
-) -> np.ndarray:
+def model_days(store: TrialStore, day_of: dict[str, int]) -> np.ndarray:
     "The model's day of each trial, int64 `[n]`; raises `TrainingError` for a session without a day layer."
     names = [store.sessions[d] for d in np.unique(store.day)]
     if unknown := [s for s in names if s not in day_of]:
@@ -73,10 +67,7 @@ def model_days(
     return np.array([day_of.get(s, -1) for s in store.sessions], dtype=np.int64)[store.day]
 
 # %% ../../nbs/training/01_trials.ipynb #c017
-def check_participants(
-    store: TrialStore, # Training trials
-    cfg: Config,       # The run's configuration
-) -> None:
+def check_participants(store: TrialStore, cfg: Config) -> None:
     """Raise `TrainingError` if trials have other features than the model takes, or than `model.participants` says
     for their sessions."""
     if not cfg.model.participants and store.n_features != cfg.model.neural_dim:
@@ -88,11 +79,7 @@ def check_participants(
         raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {recorded} features, but '
                             f'model.participants says {configured}; correct that')
 
-def smoothing_edges(
-    store: TrialStore, # Trials that the model will run on
-    cfg: Config,       # The model's configuration
-    smoothing: str,    # `same` or `valid`
-) -> tuple[int, int]:
+def smoothing_edges(store: TrialStore, cfg: Config, smoothing: str) -> tuple[int, int]:
     "Bins to leave out at both ends of a smoothed trial. Raises `TrainingError` if no bin would be left."
     first, last = smoothing_margins(cfg.augment, smoothing)
     too_short = np.flatnonzero(cfg.model.n_frames(store.n_bins - (first + last)) < 1)

@@ -47,9 +47,7 @@ class EncoderConfig(Section):
                              f'{self.neural_dim}; raise that')
         return self
 
-    def features_of(self,
-        session: str, # Name of a session, such as `t15.2023.08.11`
-    ) -> int:
+    def features_of(self, session: str) -> int:
         "Features of a bin in a session. Raises `ConfigError` if `participants` lacks the session's participant."
         if not self.participants: return self.neural_dim
         name = session.partition('.')[0]
@@ -57,9 +55,7 @@ class EncoderConfig(Section):
         raise ConfigError(f'{session}: model.participants = {self.participants} has no {name}; name it with its number '
                           'of features')
 
-    def check_framework(self,
-        framework: str, # `pytorch` or `tensorflow`
-    ) -> None:
+    def check_framework(self, framework: str) -> None:
         "Raise `ConfigError` if a framework does not have this model; imports neither framework."
         require_encoder(framework, self.name)
         for field, facts in section_facts(type(self)).items():
@@ -113,16 +109,11 @@ def _modules(package: str) -> Iterator[str]:
         if module.name != 'encoder': yield module.name # The base class
     yield from (name for place, name in _REGISTERED if place == package)
 
-def encoders_in(
-    framework: str, # `pytorch` or `tensorflow`
-) -> list[str]:
+def encoders_in(framework: str) -> list[str]:
     "Names of the encoders of one framework."
     return sorted(_modules(_package(framework)))
 
-def require_encoder(
-    framework: str, # `pytorch` or `tensorflow`
-    name: str,      # Name of an encoder
-) -> None:
+def require_encoder(framework: str, name: str) -> None:
     "Raise `ConfigError` for an encoder that a framework does not have; imports neither framework."
     names = encoders_in(framework)
     if name not in names:
@@ -135,11 +126,7 @@ def _import_encoder(package: str, name: str, base: type) -> Iterator[Any]:
     for c in classes:
         if isinstance(c, type) and issubclass(c, base): yield c
 
-def find_encoder(
-    framework: str, # `pytorch` or `tensorflow`
-    base: type,     # Base class of its encoders
-    name: str,      # Name of an encoder
-) -> type:
+def find_encoder(framework: str, base: type, name: str) -> type:
     "The class of an encoder in one framework. Raises `ConfigError` if the framework does not have it."
     require_encoder(framework, name)
     for c in _import_encoder(_package(framework), name, base):
@@ -152,9 +139,7 @@ def encoder_names() -> list[str]:
     "Names of all encoders of all frameworks."
     return sorted({name for package in _PACKAGES for name in _modules(package)})
 
-def encoder_config(
-    name: str, # Name of an encoder
-) -> type[EncoderConfig]:
+def encoder_config(name: str) -> type[EncoderConfig]:
     "The configuration class of an encoder. Raises `ConfigError` if it does not exist or cannot be imported."
     package = next((p for p in _PACKAGES if name in _modules(p)), None)
     if package is None:

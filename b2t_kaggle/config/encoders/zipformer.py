@@ -62,11 +62,7 @@ class StacksConfig(PatchedConfig):
     def frame_stride(self) -> int: return 2 * super().frame_stride()
 
 # %% ../../../nbs/config/encoders/05_zipformer.ipynb #c009
-def layer_floats(
-    cfg: StacksConfig, # The `model` group
-    i: int,            # Index of a stack
-    n_patches: int,    # Patches of a trial
-) -> float:
+def layer_floats(cfg: StacksConfig, i: int, n_patches: int) -> float:
     "Number of values that a layer of a stack keeps for its backward pass, for one trial."
     frames = -(-n_patches // cfg.downsampling_factor[i])
     heads = cfg.num_heads[i]
