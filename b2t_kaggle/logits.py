@@ -190,7 +190,6 @@ def _check_stores(stores: Sequence[LogitStore]) -> int:
     return reference
 
 def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.ndarray]:
-    "Log-probabilities of a trial of all stores, in the frames of one."
     n = stores[reference].n_frames[i]
     ours = frame_times(stores[reference].provenance)
     arrays = []
@@ -215,7 +214,6 @@ def _mean(arrays: Sequence[np.ndarray], mean: str, weights: np.ndarray | None = 
     return x - log_sum_exp(x)[:, None]
 
 def _normalized(weights: Sequence[float], n: int) -> np.ndarray:
-    "Weights that sum to 1 `[n]`."
     w = np.asarray(weights, float)
     if w.shape != (n,) or not np.isfinite(w).all() or (w < 0).any() or not w.any():
         raise LogitError(f'weights are {list(weights)}, expected {n} numbers of at least 0, not all 0')

@@ -358,7 +358,6 @@ class _Speller:
         self.of_letter = {c: np.flatnonzero(letter == i) + 2 for c, i in _LETTERS.items()}
 
     def _search(self, word: str) -> tuple[list[tuple], np.ndarray]:
-        "The best graphone sequences of a word, and their probabilities."
         n_types = len(self.graphones) + 1
         history = np.zeros((1, self.order - 1), np.int64)
         history[0, -1] = self.end

@@ -53,7 +53,6 @@ def _split_of(path: Path) -> str | None:
     return named.pop() if len(named) == 1 else 'test' if path.suffix == '.csv' else None
 
 def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[dict]]:
-    "Results of each system, by a unique name."
     paths = {source: source_path(source, out, f' is neither a file of hypotheses nor a run in {out}')
              for source in sources}
     named = paths | ({truth: truth} if truth else {})
@@ -72,7 +71,6 @@ def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[di
 
 # %% ../../nbs/cli/08_compare.ipynb #c008
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
-    "The sentence of each trial, if known."
     given = {name: t.reference for name, t in read_hypotheses(truth).trials.items()} if truth else {}
     references = dict(given)
     for trial, reference in ((row['trial'], row['reference']) for rows in systems.values() for row in rows):
@@ -84,7 +82,6 @@ def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str,
     return references
 
 def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | None, texts: Sequence[Path] = ()):
-    "The results of each system, on the same trials."
     references = _references(systems, truth)
     corpora = read_blocks(blocks) if blocks else {}
     tables = {}

@@ -102,7 +102,6 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, u
 
 # %% ../../nbs/cli/03_run.ipynb #c013
 def _tell_settings(run: Run) -> None:
-    "Print saved settings that are not on the command line, and warn of a schedule that is too long."
     given = differing_values(run.cfg, run.saved) if run.saved else {}
     saved = {k: v for k, v in run.settings().items() if k not in given}
     if saved and run.saved:

@@ -241,7 +241,6 @@ def check_id(name: str, shortest: int = 1) -> str:
     raise ValueError(f'id {name!r}: the slug has {n} characters, Kaggle accepts {shortest} to 50')
 
 def _write_metadata(folder: Path, kind: str, name: str, **values) -> dict:
-    "Write the file from which Kaggle's client takes the id and the settings."
     metadata = dict(id=name, title=name.partition('/')[2].replace('-', ' ')) | values
     write_whole(folder/f'{kind}-metadata.json', json.dumps(metadata, indent=2) + '\n')
     return metadata
@@ -295,8 +294,6 @@ def connect() -> Client:
     except ImportError as e:
         raise KaggleError(f"Kaggle's client is missing ({e}): pip install 'b2t_kaggle[kaggle]', or in a checkout "
                           '`./kit env kaggle`; `b2t kaggle go --print` names the steps without it') from None
-    except OSError as e:
-        raise KaggleError(f"Kaggle's client cannot make its folder ({e}); KAGGLE_CONFIG_DIR names another") from None
     api = KaggleApi()
     try:
         with redirect_stdout(io.StringIO()): ask('the owner of the token', api.authenticate)

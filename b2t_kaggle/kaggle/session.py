@@ -75,7 +75,6 @@ def _raise_all(problems: Sequence[str]) -> None:
     if problems: raise NotebookError('This notebook cannot start:\n' + '\n'.join(f'- {p}' for p in problems))
 
 def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str]) -> Path | None:
-    "The only path; a second one is a problem."
     if len(paths) > 1:
         problems.append(f'{name}: attached {len(paths)} times, expected once; detach all but one of '
                         f'{", ".join(map(printable, paths))}{instead and f", or {instead}"}')

@@ -144,7 +144,6 @@ def _remove_results(self: StageRun, fingerprint: str = '') -> None:
 
 @patch
 def _clear_leftovers(self: StageRun) -> None:
-    "Remove temporary files that killed processes left."
     work = self.run.work
     for folder in (self.run.dir, work/'stages', *work.glob('simulated-*'), *work.glob('packed-*')):
         clear_leftovers(folder, within=True)

@@ -52,7 +52,6 @@ def _text_problem(text) -> str | None:
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c012
 def _rows(data: bytes) -> list[tuple[int, list[str]]]:
-    "Line number and fields of each row of a CSV; raises `SubmissionError` if it is not one in UTF-8."
     try: text = data.decode('utf-8')
     except UnicodeDecodeError as e:
         line = data.count(b'\n', 0, e.start) + 1
@@ -62,7 +61,6 @@ def _rows(data: bytes) -> list[tuple[int, list[str]]]:
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c014
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
-    "The warnings of a submission's bytes; raises `SubmissionError` with all its problems."
     n = check_order(expected) if isinstance(expected, pd.DataFrame) else expected
     try: header, *rows = _rows(data) or [(1, [])]
     except SubmissionError as e: raise SubmissionError(f'{name}: {e}') from None

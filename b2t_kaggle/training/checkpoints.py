@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
@@ -24,9 +23,6 @@ from ..data.store import TrialStore
 from ..devices.machine import Device
 from .checkpoint_paths import BEST
 from .recipe import TrainingError, is_per_participant, smoothing_margins
-
-if TYPE_CHECKING: # It imports pandas, which would slow the start of `b2t`
-    from b2t_kaggle.data.store import TrialStore
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c006
 class CheckpointError(ValueError):
@@ -66,7 +62,7 @@ def stored_config(read: Callable[[], Config], path: str | Path) -> Config:
     return cfg
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c012
-def check_features(store: 'TrialStore', cfg: Config, checkpoint: str | Path) -> None:
+def check_features(store: TrialStore, cfg: Config, checkpoint: str | Path) -> None:
     "Raise `TrainingError` for trials with another number of features than the model takes."
     expected = cfg.model.neural_dim
     if cfg.model.participants: expected = max(map(cfg.model.features_of, store.sessions))
@@ -78,7 +74,7 @@ def check_features(store: 'TrialStore', cfg: Config, checkpoint: str | Path) -> 
 
 def provenance(
     checkpoint: Path,    # The file with the weights
-    store: 'TrialStore', # Trials that it was run on
+    store: TrialStore, # Trials that it was run on
     cfg: Config,         # The model's configuration
     device: Device,      # Where it ran
     smoothing: str = 'same', # Smoothing of the trials at their ends

@@ -37,7 +37,6 @@ def _decayed(step: int, decay: int, cfg: TrainConfig) -> float:
     return cfg.lr_step_factor if step >= round(cfg.lr_step_at * decay) else 1.
 
 def _learning_rate(step: int, cfg: TrainConfig, suffix: str) -> float:
-    "The rate of one group of parameters, whose fields of the configuration end in `suffix`."
     peak = getattr(cfg, f'lr_max{suffix}')
     final = getattr(cfg, f'lr_min{suffix}')
     warmup = getattr(cfg, f'lr_warmup_steps{suffix}')

@@ -34,7 +34,6 @@ def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     return decoders
 
 def _search(run, split, decoders, **options) -> list:
-    "The n-best list of each trial by its decoder with other options."
     log_probs = run.log_probs(split)
     nbest = {}
     for decoder in dict.fromkeys(decoders):

@@ -18,7 +18,6 @@ from ...training.checkpoint_paths import REFIT, checkpoint_files, last_batch, sa
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c005
 def _check_batches(cfg: Config) -> None:
-    "Raise `PipelineError` if no batch could be made."
     from b2t_kaggle.data.batches import apportioned
     d = cfg.data
     n = cfg.simulate.n_sessions
@@ -36,7 +35,6 @@ def _check_batches(cfg: Config) -> None:
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c008
 def _within_time(cfg: Config, minutes: float) -> Config:
-    "The configuration with at most this time budget."
     if cfg.data.dataset_dir:
         from b2t_kaggle.pipeline.frameworks import planned_device
         device = planned_device(cfg)
