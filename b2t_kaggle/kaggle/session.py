@@ -169,10 +169,7 @@ PINNED = ('numpy', 'pandas', 'torch', 'torch_xla', 'jax', 'jaxlib', 'tensorflow'
           'keras', 'libtpu')
 
 def _missing_packages(needed: Mapping[str, str]) -> list[str]:
-    def is_here(module):
-        try: return find_spec(module) is not None
-        except ModuleNotFoundError: return False
-    return [package for module, package in needed.items() if not is_here(module)]
+    return [package for module, package in needed.items() if find_spec(module) is None]
 
 def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str | Path) -> list[str]:
     "Install missing packages; returns a problem if pip cannot."
