@@ -393,9 +393,7 @@ def _speller() -> _Speller:
     pairs = _spellable()
     return _Speller(list(pairs), list(pairs.values()))
 
-def letters_to_sounds(
-    word: str, # A word of `a-z` and `'`, in any dictionary or in none
-) -> list[str]: # Phoneme names
+def letters_to_sounds(word: str) -> list[str]:
     "The pronunciation that the spelling suggests; raises `ValueError` for other characters or a word without letters."
     if not re.fullmatch("[a-z']*[a-z][a-z']*", word):
         raise ValueError(f"word {word!r}: expected letters a-z and ' only; use normalize_sentence first")
@@ -474,9 +472,7 @@ def _is_verb(words: list[str], i: int) -> bool:
     return bool(is_plural) and (has_object or after in _PREPOSITION)
 
 # %% ../nbs/00_phonemes.ipynb #c058
-def from_class_ids(
-    ids: Iterable[int], # Class ids [S], unpadded
-) -> list[str]:         # Phoneme names
+def from_class_ids(ids: Iterable[int]) -> list[str]:
     "Class ids as phoneme names; raises `ValueError` for an id out of range."
     ids = [int(i) for i in ids]
     for n, i in enumerate(ids):

@@ -20,9 +20,7 @@ from ..core.files import write_whole
 from ..core.reading import ReadError, read_yaml_file
 
 # %% ../../nbs/config/07_config.ipynb #c006
-def from_official(
-    values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
-) -> Config:
+def from_official(values: dict) -> Config:
     "The official configuration in our form; raises `ConfigError` for a key that the official kit does not have."
     return validated(to_our_names(values))
 

@@ -60,16 +60,12 @@ def is_official(values: dict) -> bool:
     dataset = values.get('dataset')
     return isinstance(dataset, dict) and 'data_transforms' in dataset
 
-def unused_keys(
-    values: dict, # A parsed YAML file
-) -> list[str]:   # Empty for a file in our format
+def unused_keys(values: dict) -> list[str]:
     "Official keys with a value that has no effect here, unless it is false, null, 0 or empty."
     return [key for key, value in _flatten(values).items() if key in _IGNORED and value] if is_official(values) else []
 
 # %% ../../nbs/config/02_official.ipynb #c007
-def to_our_names(
-    values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
-) -> dict:        # Groups of our configuration
+def to_our_names(values: dict) -> dict:
     "An official configuration in our groups; raises `ConfigError` for a key that the official kit does not have."
     flat = _flatten(values)
     unknown = set(flat) - set(OFFICIAL_KEYS) - _IGNORED - _SPECIAL

@@ -71,10 +71,8 @@ class Deadline:
         if math.isinf(self.ends): return math.inf
         return self.ends - time.time() - reserve*min(1, (self.ends - self.began)/_WHOLE)
 
-def announce_time_limit(
-    hours: float | None, # Hours from now; None: no limit
-) -> Deadline:
-    "Set the deadline of this process and those that it starts, unless there is one."
+def announce_time_limit(hours: float | None) -> Deadline:
+    "Set the deadline of this process and of those that it starts, unless there is one or `hours` is None."
     now = time.time()
     if hours is not None: os.environ.setdefault(TIME_LIMIT_VARIABLE, f'{now} {now + 3600*hours}')
     return Deadline.announced()

@@ -22,10 +22,7 @@ _PLACES = dict(
     tensorflow=(BEST['tensorflow'], f'train/{BEST["tensorflow"]}'),
 )
 
-def find_checkpoint(
-    path: str | Path, # A file, or a folder that may hold one
-    framework: str,   # `pytorch` or `tensorflow`
-) -> Path | None:
+def find_checkpoint(path: str | Path, framework: str) -> Path | None:
     "The file with the model; None if the folder has none of this framework. A file is returned as it is."
     path = Path(path)
     if not path.is_dir(): return path
@@ -47,10 +44,7 @@ def checkpoint_files(path: str | Path) -> list[Path]:
     return sorted(path/name for name in names if (path/name).is_file())
 
 # %% ../../nbs/training/02_checkpoint_paths.ipynb #c011
-def checkpoint_for(
-    path: str | Path, # A checkpoint, or the folder that holds it
-    split: str,       # Split of the trials that the model will run on
-) -> Path:
+def checkpoint_for(path: str | Path, split: str) -> Path:
     "The model for a split: for test the refitted one, if `path` is a folder with one; otherwise `path`."
     path = Path(path)
     refitted = next((p for p in (path/REFIT, path/'train'/REFIT) if p.is_file()), None)

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from .. import config
-from ..config import TRAINING_GROUPS, Config, config_fields, keys_with
+from ..config import TRAINING_GROUPS, Config, changed_values, config_fields, keys_with
 from ..config.schema import ConfigError, InputFile, MayChange, describe_errors
 from ..core.files import sha256
 from ..data.store import TrialStore
@@ -28,18 +27,12 @@ from .recipe import TrainingError, is_per_participant, smoothing_margins
 class CheckpointError(ValueError):
     "A checkpoint that cannot be used; the message names the file and what is wrong with it."
 
-def seen_val_from(
-    facts: Mapping, # Content of a checkpoint beside its weights
-) -> int | None:
+def seen_val_from(facts: Mapping) -> int | None:
     "The batch from which a model was also trained on val; None if it has not seen val."
     began = facts.get('refit_from')
     return None if began is None or facts.get('step', math.inf) <= began else began # An average has no step
 
-def check_unseen(
-    facts: Mapping,   # Content of a checkpoint beside its weights
-    path: str | Path, # The checkpoint
-    use: str,         # Use of the model, as the end of a sentence
-) -> None:
+def check_unseen(facts: Mapping, path: str | Path, use: str) -> None:
     "Raise `CheckpointError` for a model that was trained on val."
     began = seen_val_from(facts)
     if began is None: return
@@ -97,7 +90,7 @@ def misfits(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence
 # %% ../../nbs/training/04_checkpoints.ipynb #c019
 def fingerprint(cfg: Config, stores: dict[str, TrialStore | None]) -> dict[str, str]:
     "Values and trials on which the weights depend, as text by name."
-    values = config.changed_values(cfg, without=keys_with(cfg, MayChange))
+    values = changed_values(cfg, without=keys_with(cfg, MayChange))
     marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in TRAINING_GROUPS}
     for split, store in stores.items():
         if store is None: continue

@@ -10,12 +10,7 @@ from ..config import Config
 from .recipe import TrainingError
 
 # %% ../../nbs/training/07_memory.ipynb #c005
-def step_memory(
-    cfg: Config,     # The run's configuration
-    n_params: int,   # Parameters of the model
-    batch_size: int, # Trials that a device computes at once
-    n_bins: int,     # Length in bins after padding
-) -> float:
+def step_memory(cfg: Config, n_params: int, batch_size: int, n_bins: int) -> float:
     "Bytes of a training step, estimated."
     rows = 2*batch_size if cfg.train.cr_ctc else batch_size
     copies = 5 if cfg.train.weight_average else 4

@@ -75,9 +75,7 @@ class EncoderConfig(Section):
         "Frames of a trial, T'; by default the number of bins."
         return n_bins
 
-    def round_length(self,
-        n_bins: Any, # Array of lengths in bins
-    ) -> Any:
+    def round_length(self, n_bins: Any) -> Any:
         "Round lengths up so that the last patch is full; batches are padded to them."
         return n_bins
 
@@ -89,10 +87,7 @@ class EncoderConfig(Section):
         "Bins from one answer of a stream to the next: one frame, unless frames come in chunks."
         return self.frame_stride()
 
-    def activation_floats(self,
-        batch_size: int, # Trials that a device computes at once
-        n_bins: int,     # Bins of the padded trials
-    ) -> float:
+    def activation_floats(self, batch_size: int, n_bins: int) -> float:
         "Estimated numbers kept for the backward pass: features before and after augmentation, and logits."
         return batch_size * (6 * n_bins * self.neural_dim + 3 * self.n_frames(n_bins) * self.n_classes)
 

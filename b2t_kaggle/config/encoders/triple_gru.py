@@ -27,10 +27,7 @@ class TripleGRUConfig(RecurrentConfig):
     noisy_loss_weight: ClassVar[float] = 0.2 # Weight of the adversary's CTC loss
     noise_power_weight: ClassVar[float] = 0.001 # Weight of the mean square of the estimated noise
 
-    def strength(self,
-        step: int,    # Training step, from 0
-        n_steps: int, # Steps of the whole run
-    ) -> float:
+    def strength(self, step: int, n_steps: int) -> float:
         "λ of a training step (Ganin et al., 2016)."
         if self.adversarial_schedule == 'constant': return self.adversarial_strength
         return self.adversarial_strength * math.tanh(5 * step / n_steps) # 2 / (1 + exp(−10 p)) − 1 is tanh(5 p)

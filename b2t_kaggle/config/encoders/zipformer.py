@@ -110,10 +110,7 @@ class ZipformerConfig(StacksConfig):
         "Bins from one chunk to the next."
         return self.chunk_size * self.frame_stride() // 2 if self.causal else self.frame_stride()
 
-    def batch_count(self,
-        step: int,    # Training step, from 0
-        n_steps: int, # Steps of the whole run
-    ) -> float:
+    def batch_count(self, step: int, n_steps: int) -> float:
         "Position of the schedules, in icefall's batches."
         return 20000 * step / (self.schedule_share * n_steps)
 
