@@ -131,8 +131,7 @@ def prune(model, output, threshold):
 def report(models, texts):
     "Perplexity, unknown words and size of models."
     reports = {str(m): perplexity_report(load_ngram(m), {str(t): t for t in texts}) for m in models}
-    fits = pd.concat(reports, names=['model'])
-    rates = fits.to_string(formatters=dict(oov_rate=percent))
+    rates = pd.concat(reports, names=['model']).to_string(formatters=dict(oov_rate=percent))
     click.echo(f'{rates}\n\n{model_report(models).to_string()}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c023

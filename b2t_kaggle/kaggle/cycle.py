@@ -189,7 +189,7 @@ class Cycle:
         if submit: yield self._send(runs)
 
     def _seed_steps(self, seed: int) -> Generator[Step, None, tuple[Path, Path]]:
-        "The steps of a training and its submission; returns the run that it left, and the submission's output."
+        "The steps of a training and its submission; returns the run and the submission's output."
         most = self.plan.n_parts or (None if self.client else 1)
         before: Path | None = None
         for part in count(1):
@@ -254,7 +254,6 @@ def _say(text: str) -> None:
     print(f'{time.strftime("%H:%M")}  {text}', flush=True)
 
 def _wait_for(is_there: Callable[[], bool], name: str) -> None:
-    "Wait until something is there; raises `KaggleError` after an hour."
     for _ in range(3600//30):
         with suppress(UnreachableError):
             if is_there(): return
@@ -319,7 +318,6 @@ def _push_dataset(self: Cycle, name: str) -> Step:
 # %% ../../nbs/kaggle/03_cycle.ipynb #c024
 @patch
 def _write_notebook(self: Cycle, notebook: Notebook) -> Path:
-    "Write a notebook with its parameters and its metadata. Raises `ValueError` outside a checkout."
     from papermill.iorw import load_notebook_node
     from papermill.parameterize import parameterize_notebook
     source = _CHECKOUT/'nbs'/'kaggle'/f'{notebook.source}.ipynb'
@@ -338,7 +336,6 @@ def _quota_in_words(image: str, left: float, begins: datetime | None) -> str:
 
 @patch
 def _hours_left(self: Cycle) -> float | None:
-    "Hours left of the week's quota; None if there is no quota. Raises `KaggleError` if they are too few."
     image = self.plan.machine.image
     try: quota = self.client.quota_left(image)
     except RefusedError: return None
@@ -379,14 +376,12 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
 # %% ../../nbs/kaggle/03_cycle.ipynb #c029
 @patch
 def _failure(self: Cycle, kernel: str, state: str, comment: str) -> KaggleError:
-    "Error with the end of the log and what to do."
     end = '\n'.join(f'    {line}' for line in self.client.log(kernel)[-20:] or ['(it has no log)'])
     return KaggleError(f'{kernel}: {state}{comment and f" ({comment})"}. The end of its log:\n\n{end}\n\nThe same '
                        f'command with --retry pushes it again, with the kit as it is then. Its page: {_PAGE}{kernel}')
 
 @patch
 def _watch(self: Cycle, kernel: str) -> None:
-    "Print each state of a notebook, and its log in the end. Raises `KaggleError` if it does not end well."
     in_words = {'queued': 'queued, until Kaggle has a machine', 'running': f'running; its log is at {_PAGE}{kernel}',
                 None: 'does not exist'}
     states: list[str | None] = []
@@ -402,7 +397,6 @@ def _watch(self: Cycle, kernel: str) -> None:
 # %% ../../nbs/kaggle/03_cycle.ipynb #c031
 @patch
 def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Iterator[Step]:
-    "The steps of one notebook."
     notebook = make()
     kernel, output = notebook.kernel, self.output(notebook)
 
@@ -437,7 +431,6 @@ def _finish(self: Cycle, run: Path) -> Step:
 
 @patch
 def _vote(self: Cycle, outputs: list[Path]) -> Step:
-    "Let the sentences of submissions vote; the CSV's name has a hash of theirs."
     runs = [str(output/'run') for output in outputs]
     hashes = ''.join(sha256(output/'submission.csv') for output in outputs) if self.client else ''
     self.csv = self.folder/f'vote-of-{len(runs)}-{hashlib.sha256(hashes.encode()).hexdigest()[:8]}.csv'
@@ -451,7 +444,7 @@ def _vote(self: Cycle, outputs: list[Path]) -> Step:
 
 @patch
 def _send(self: Cycle, runs: list[Path]) -> Step:
-    "Send the CSV; its hash is in the description, by which it is found. The runs are those of its models."
+    "Send the CSV, and find it again by its hash in the description."
     path, name = self.csv, self.plan.name.partition('/')[2]
 
     def description():

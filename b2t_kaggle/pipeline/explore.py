@@ -82,8 +82,7 @@ def open_run(
     work: str | Path = 'data',         # Folder of the packed trials, `--work` of `b2t run`
 ) -> OpenRun:
     "Open a run to look at its data, its results and its model. Raises `PipelineError` if there is no such run."
-    folder = find_source(run, out, f' is not a run in {out}', files=False)
-    return OpenRun(Run(folder, work, save=False))
+    return OpenRun(Run(find_source(run, out, f' is not a run in {out}', files=False), work, save=False))
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c014
 @patch
@@ -250,10 +249,7 @@ def error_data(
                 frame_ms=times.in_ms()['frame_ms'] if times else None)
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c031
-def write_replay(
-    run: OpenRun, # Decoded run
-    trial: int,   # Number of a trial of val that has a sentence
-) -> Path:
+def write_replay(run: OpenRun, trial: int) -> Path:
     "Write `replay-TRIAL.html`, on which a trial plays, into the run's folder. Raises `PipelineError`."
     data = error_data(run, trial)
     if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; `b2t errors` numbers them')

@@ -106,9 +106,9 @@ def begin(self: StageRun) -> StageRun:
 
     Raises `PipelineError` if one of them is not done, or if another process executes the stage."""
     for need in self.needs:
-        if (status := need.status()) in ('done', 'stopped early'): continue
-        raise PipelineError(f'stage {self.name} needs stage {need.name}, which is not done ({status}); run '
-                            f'`b2t {need.name}` on this run first')
+        if (status := need.status()) not in ('done', 'stopped early'):
+            raise PipelineError(f'stage {self.name} needs stage {need.name}, which is not done ({status}); run '
+                                f'`b2t {need.name}` on this run first')
     self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
     self._running = Lock(self.stamp_path.with_suffix('.running'), f'stage {self.name} of {self.home}')
     try: self._running.acquire(20) # A kernel whose run was killed lives for another second

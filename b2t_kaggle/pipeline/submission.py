@@ -30,9 +30,9 @@ def check_order(
                               f'{", ".join(map(str, index.columns))}')
     trials = list(zip(index['session'], index['key']))
     for i, (a, b) in enumerate(zip(trials, trials[1:]), 1):
-        if a < b: continue
-        raise SubmissionError(f'test index: row {i} is {" ".join(b)} after {" ".join(a)}; '
-                              'expected each trial once, sessions in chronological order and trials in key order')
+        if a >= b:
+            raise SubmissionError(f'test index: row {i} is {" ".join(b)} after {" ".join(a)}; expected each trial '
+                                  'once, sessions in chronological order and trials in key order')
     return len(trials)
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c009

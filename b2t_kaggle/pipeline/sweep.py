@@ -118,10 +118,10 @@ class Sweep:
                               'give the sweep another --name')
         first, expected = self.study.user_attrs.get('machine', ('', machine))
         for name, found in machine.items():
-            if found == expected.get(name): continue
-            raise PipelineError(f'{platform.node()}: {name} is {found}, expected {expected.get(name)} as on {first}, '
-                                f'which began the study {self.run.dir.name}; install the same version, use the same '
-                                'sessions, or give the sweep another --name')
+            if found != expected.get(name):
+                raise PipelineError(f'{platform.node()}: {name} is {found}, expected {expected.get(name)} as on '
+                                    f'{first}, which began the study {self.run.dir.name}; install the same version, '
+                                    'use the same sessions, or give the sweep another --name')
 
 # %% ../../nbs/pipeline/12_sweep.ipynb #c014
 @patch

@@ -35,10 +35,9 @@ def seen_val_from(facts: Mapping) -> int | None:
 def check_unseen(facts: Mapping, path: str | Path, use: str) -> None:
     "Raise `CheckpointError` for a model that was trained on val."
     began = seen_val_from(facts)
-    if began is None: return
-    raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that val '
-                          f'would look too good {use}; take {BEST["pytorch"]} of its run, which was not, or what was '
-                          'converted from it')
+    if began is not None:
+        raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that '
+                              f'val would look too good {use}; take {BEST["pytorch"]} of its run, which was not')
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c009
 def stored_config(read: Callable[[], Config], path: str | Path) -> Config:

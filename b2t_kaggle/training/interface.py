@@ -165,11 +165,10 @@ def _check_state(self: Trainer, state: dict, path: Path) -> None:
                             'over')
     check_same(state['fingerprint'], self.fingerprint, path)
     began = seen_val_from(state)
-    if began in (None, self.refit_from): return
-    raise TrainingError(
-        f'{path}: was trained on val from batch {began} on, and would be validated on it again: with '
-        f'train.num_training_batches={self.cfg.train.num_training_batches} the refit begins at batch {self.refit_from}'
-        '. Restore that number, or start over in another folder (or remove this one)')
+    if began not in (None, self.refit_from):
+        raise TrainingError(f'{path}: was trained on val from batch {began} on, and would be validated on it again: '
+                            f'with train.num_training_batches={self.cfg.train.num_training_batches} the refit begins '
+                            f'at batch {self.refit_from}. Restore that number, or start over in another folder')
 
 @patch
 def restore(self: Trainer, state: dict, path: Path) -> None:

@@ -110,8 +110,8 @@ def tracker_names(log: Sequence[str] | None, framework: str) -> list[str]:
 def check_trackers(names: Iterable[str]) -> None:
     "Raise `TrainingError` for a tracker that is not installed."
     for name in names:
-        if find_spec(name): continue
-        raise TrainingError(f'train.log: cannot import {name}; pip install {name}, or set train.log=[]')
+        if not find_spec(name):
+            raise TrainingError(f'train.log: cannot import {name}; pip install {name}, or set train.log=[]')
 
 # %% ../../nbs/training/09_trackers.ipynb #c018
 def _each(trackers: dict[str, Tracker], when: str, call: Callable[[Tracker], None]) -> None:

@@ -75,9 +75,9 @@ def check_participants(store: TrialStore, cfg: Config) -> None:
                             f'{cfg.model.neural_dim}; set model.neural_dim={store.n_features}')
     for session in store.sessions if cfg.model.participants else []:
         configured, recorded = cfg.model.features_of(session), n_features(session)
-        if configured == recorded: continue
-        raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {recorded} features, but '
-                            f'model.participants says {configured}; correct that')
+        if configured != recorded:
+            raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {recorded} features, but '
+                                f'model.participants says {configured}; correct that')
 
 def smoothing_edges(store: TrialStore, cfg: Config, smoothing: str) -> tuple[int, int]:
     "Bins to leave out at both ends of a smoothed trial. Raises `TrainingError` if no bin would be left."

@@ -24,16 +24,14 @@ from ...core.reading import MAX_FEATURES, MAX_MODEL_SIZE
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
     "The acoustic model: its encoder and sizes."
-    name: str
-    "Architecture: one of the encoders of this kit."
+    name: str # Of its architecture
     neural_dim: int = Field(512, ge=1, le=MAX_FEATURES)
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
     participants: Annotated[dict[str, Annotated[int, Field(ge=1)]], Only('pytorch')] = {}
     "Features of each participant, such as {t12: 256, t15: 512}, mapped to `neural_dim`; {}: one, without a map."
-    size_fields: ClassVar[tuple[str, ...]] = ()
-    "Fields to lower if the model does not fit into memory."
+    size_fields: ClassVar[tuple[str, ...]] = () # Fields to lower if the model does not fit into memory
 
     @model_validator(mode='after')
     def _sizes_are_possible(self):
@@ -42,9 +40,9 @@ class EncoderConfig(Section):
             if any(isinstance(n, int) and n > MAX_MODEL_SIZE for n in numbers):
                 raise ValueError(f'model.{name} = {value} is beyond {MAX_MODEL_SIZE:,}, the limit for any model here')
         for name, n in self.participants.items():
-            if n <= self.neural_dim: continue
-            raise ValueError(f'model.participants says that {name} has {n} features, more than model.neural_dim = '
-                             f'{self.neural_dim}; raise that')
+            if n > self.neural_dim:
+                raise ValueError(f'model.participants says that {name} has {n} features, more than model.neural_dim '
+                                 f'= {self.neural_dim}; raise that')
         return self
 
     def features_of(self, session: str) -> int:

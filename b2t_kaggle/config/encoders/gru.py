@@ -62,7 +62,6 @@ class RecurrentConfig(PatchedConfig):
 class GRUConfig(RecurrentConfig):
     "The official GRU."
     name: Literal['gru'] = 'gru'
-    "Architecture: the official GRU."
     bidirectional: Annotated[bool, Only('pytorch')] = False
     "Whether each layer also reads the trial backwards, with separate weights; the model does not stream then."
 

@@ -16,7 +16,6 @@ from .gru import PatchedConfig
 class MambaConfig(PatchedConfig):
     "Mamba-2 layers, in both directions or causal."
     name: Literal['mamba'] = 'mamba'
-    "Architecture: Mamba-2 layers, in both directions or causal."
     n_units: int = Field(512, ge=1)
     "Width of the layers, in numbers per frame."
     n_layers: int = Field(5, ge=1)

@@ -35,7 +35,6 @@ def position_buckets(
 class TransformerConfig(EncoderConfig):
     "The time-masked transformer (Feghhi et al., 2025)."
     name: Literal['transformer'] = 'transformer'
-    "Architecture: the time-masked transformer."
     patch_size: int = Field(4, ge=1)
     "Bins per input patch; patches do not overlap."
     n_units: int = Field(384, ge=1)

@@ -17,7 +17,6 @@ from .gru import RecurrentConfig
 class TripleGRUConfig(RecurrentConfig):
     "Three GRUs, of which one is an adversarial denoiser."
     name: Literal['triple_gru'] = 'triple_gru'
-    "Architecture: three GRUs, of which one is an adversarial denoiser."
     n_layers: int = Field(3, ge=1)
     "GRU layers of the clean model, 3 as first described."
     noise_units: int | None = Field(256, ge=1)

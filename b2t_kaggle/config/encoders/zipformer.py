@@ -74,7 +74,6 @@ def layer_floats(cfg: StacksConfig, i: int, n_patches: int) -> float:
 class ZipformerConfig(StacksConfig):
     "Zipformer (Yao et al., 2024), with a front end for neural features."
     name: Literal['zipformer'] = 'zipformer'
-    "Architecture: Zipformer, stacks of layers at several frame rates."
     day_layer: bool = True
     "Whether features first go through a layer per day and softsign, as in the official GRU."
     causal: bool = False

@@ -76,10 +76,10 @@ class Infer(Stage):
     def check(self, cfg, kind):
         check_device(cfg)
         path = cfg.infer.checkpoint
-        if path is None or checkpoint_files(path) and all(f.is_file() for f in checkpoint_files(path)): return
-        raise PipelineError(f'infer.checkpoint = {path}: found no checkpoint there, expected best.pt, '
-                            'best.weights.h5, a folder with one, or the official t15_pretrained_rnn_baseline; correct '
-                            'it, or set infer.checkpoint=null to train')
+        if path and not (checkpoint_files(path) and all(f.is_file() for f in checkpoint_files(path))):
+            raise PipelineError(f'infer.checkpoint = {path}: found no checkpoint there, expected best.pt, '
+                                'best.weights.h5, a folder with one, or the official t15_pretrained_rnn_baseline; '
+                                'correct it, or set infer.checkpoint=null to train')
 
     def run(self, run, progress):
         from b2t_kaggle.pipeline.results import phoneme_figures
