@@ -32,8 +32,8 @@ def to_class_ids(
     "Phoneme names as class ids; raises `ValueError` that names an unknown phoneme."
     phonemes = list(phonemes)
     for i, p in enumerate(phonemes):
-        if p not in _CLASS_ID:
-            raise ValueError(f'phoneme {i}: found {p!r}, expected one of {" ".join(PHONEMES)} (no stress marks)')
+        if p in _CLASS_ID: continue
+        raise ValueError(f'phoneme {i}: found {p!r}, expected one of {" ".join(PHONEMES)} (no stress marks)')
     return np.array([_CLASS_ID[p] for p in phonemes], dtype=np.int64)
 
 # %% ../nbs/00_phonemes.ipynb #c009

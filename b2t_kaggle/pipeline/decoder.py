@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LLMConfig
 from ..core.reading import read_text
-from ..phonemes import normalize_sentence
+from ..phonemes import build_lexicon, normalize_sentence
 from .run import Run
 from .stages import PipelineError
 from .stamps import StageRun
@@ -39,7 +39,6 @@ def open_decoder(
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.boost import read_boosts
     from b2t_kaggle.logits import frame_times
-    from b2t_kaggle.phonemes import build_lexicon
     say_when_compiling()
     words, cfg = run.dir/'lm'/'words.txt', run.cfg
     if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')
@@ -54,7 +53,6 @@ def open_decoder(
     return LexiconBeamDecoder(build_lexicon(read_text(words).split()), load_ngram(run.lm_path), **options | changes)
 
 def _fusion(run: Run):
-    "The LLM inside the search; None if there is no `decode.llm`, or if it was found not to help."
     c = run.cfg.decode
     if c.llm is None or not c.llm_weight or not is_kept(run, 'decode'): return None
     from b2t_kaggle.rescoring.fusion import LLMFusion
@@ -95,9 +93,7 @@ def is_kept(run: Run, name: str) -> bool:
 
 # %% ../../nbs/pipeline/09_decoder.ipynb #c009
 def _calibrate(run: Run, stage: str, lists: 'Sequence[Sequence[Hypothesis]]', references: Mapping[int, str]):
-    "Calibrate a stage's confidences on val, and write the result; None, with a message, for too few trials."
     from b2t_kaggle.decoding import calibration
-    from b2t_kaggle.phonemes import normalize_sentence
     path = _confidence_path(run, stage)
     path.unlink(missing_ok=True)
     if not any(lists[i][0].text for i in references): reason = 'no words were found on val'
@@ -110,7 +106,6 @@ def _calibrate(run: Run, stage: str, lists: 'Sequence[Sequence[Hypothesis]]', re
         calibration.write_calibration(path, result)
         return result
     print(f'The confidences of words are not calibrated: {reason}.')
-    return None
 
 def write_words(
     run: Run,

@@ -33,7 +33,7 @@ ORDERS = { # Orders of the 41 classes in which models give them
 }
 
 def _class_places(classes: str | Sequence[str]) -> list[int]:
-    "Place of each of the kit's classes in another order, by its name or the 41 names. Raises `LogitError`."
+    "Place of each of the kit's classes in another order."
     names = ORDERS.get(classes, classes.split()) if isinstance(classes, str) else list(classes)
     names = [name.upper().replace('|', 'SIL') for name in names]
     if sorted(names) != sorted(PHONEMES):
@@ -65,7 +65,6 @@ _HARMLESS = re.compile(r'numpy\.(ndarray|dtype)|collections\.OrderedDict|'
                        r'numpy\._?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)')
 
 class _Arrays(pickle.Unpickler):
-    "Reads lists, dictionaries, texts, numbers and arrays."
     def find_class(self, module, name):
         if _HARMLESS.fullmatch(f'{module}.{name}'): return super().find_class(module, name)
         raise LogitError(f'found {module}.{name}, expected arrays, lists and dictionaries only; save the arrays with '
