@@ -21,7 +21,7 @@ from b2t_kaggle.cli.command import VERBS as SECTIONS
 from b2t_kaggle.cli.options import StageOption
 from b2t_kaggle.config import load_config, preset, save_config
 from b2t_kaggle.pipeline.run import Run
-from b2t_kaggle.pipeline.stages import STAGES
+from b2t_kaggle.pipeline.stages import PLUGIN_VARIABLE, STAGES
 from b2t_kaggle.pipeline.stages.infer import SPLIT_VARIABLE
 
 
@@ -120,6 +120,9 @@ VALUES = {
     'dtype': ['--dtype bfloat16'],
     'classes': ['--classes sil-first'],
     'before': ['--before first'],
+    'plugin': ['--plugin mine.py'],
+    'folder': ['--folder sessions'],
+    'scores': ['--score lists.jsonl=4.6'],
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
@@ -127,7 +130,7 @@ CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line i
 WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.validate', 'data.list_sessions',
         'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
 TOOLS = ('combine-files', 'confusions', 'decode-phonemes')
-VARIABLES = SPLIT_VARIABLE, 'CUDA_VISIBLE_DEVICES' # By which options reach what does the work
+VARIABLES = SPLIT_VARIABLE, PLUGIN_VARIABLE, 'CUDA_VISIBLE_DEVICES' # By which options reach what does the work
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
 
 
@@ -146,6 +149,7 @@ def call(tmp_path, monkeypatch):
     (start/'submissions'/'first'/'logits'/'val.arrow').touch()
     (start/'sessions').mkdir()
     (start/'lists.jsonl').touch()
+    (start/'mine.py').write_text('def augment(x): return x')
     values = {'data.dtype': 'float32', 'simulate.seed': 3}
     save_config(load_config(base='triple_gru', overrides=values), start/'config.yaml')
     record = []
@@ -155,7 +159,9 @@ def call(tmp_path, monkeypatch):
             record.append((name, [seen(a) for a in args], given))
             return []
         return write
-    for name in VARIABLES: monkeypatch.delenv(name, raising=False)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, '') # So that it is removed afterwards, if a line sets it
+        monkeypatch.delenv(name)
     for name in WORK: monkeypatch.setattr(f'b2t_kaggle.cli.{name}', recorder(name))
     for name in TOOLS: monkeypatch.setattr(VERBS[name], 'callback', recorder(name))
     for name in BEFORE: monkeypatch.setattr(name, lambda *args, **options: None)
@@ -167,6 +173,7 @@ def call(tmp_path, monkeypatch):
         shutil.copytree(start, folder)
         monkeypatch.chdir(folder)
         record.clear()
+        for name in VARIABLES: os.environ.pop(name, None)
         done = CliRunner().invoke(cli.main, line.split() if isinstance(line, str) else line)
         return done.exit_code, done.output, list(record)
     return called
