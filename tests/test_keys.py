@@ -95,6 +95,7 @@ BASE_OF = {
 }
 # Values that follow from no other one
 OTHER = {
+    'audio.weights': {'ctc': .5},
     'data.sessions': ['t15.2023.08.13'],
     'data.bad_trials_dict': {'t15.2023.08.11': {'1': [2]}},
     'data.feature_subset': [*range(1, 512), 0],

@@ -254,7 +254,7 @@ def test_a_changed_run_is_refused_by_name(stores, tmp_path, capsys):
         tmp_path / 'run',
         progress=False,
     )
-    printed = capsys.readouterr().out
+    printed = ''.join(capsys.readouterr()) # The device is on standard error
     assert (
         longer['step'] == 9
         and f', {other}: ' in printed
