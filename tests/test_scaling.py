@@ -180,10 +180,17 @@ def schedule(pairs, batches, **kw):
 def test_scheduled_float(as_tensor):
     a = arrays('scheduled_float')
     pairs = CASES['scheduled_float']['pairs']
-    for name, f in {name: PiecewiseLinear(*p) for name, p in pairs.items()}.items():
+    dropout, skip, rising = (PiecewiseLinear(*pairs[name]) for name in ('dropout', 'skip', 'rising'))
+    found = {name: PiecewiseLinear(*p) for name, p in pairs.items()}
+    found |= dict(dropout_plus_quarter=dropout + .25, dropout_plus_skip=dropout + skip, dropout_times_3=dropout * 3,
+                  skip_max_rising=skip.max(rising), dropout_max_const=dropout.max(.2), skip_min_rising=skip.min(rising))
+    assert found.keys() | {'batch_count'} == a.keys()
+    for name, f in found.items():
         if as_tensor: values = f(a['batch_count'])
         else: values = torch.tensor([float(schedule([*f.pairs], b)) for b in a['batch_count'].tolist()])
         torch.testing.assert_close(values, a[name], rtol=1e-6, atol=1e-7, msg=name)
+    want = CASES['scheduled_float']['skip_max_rising_pairs']
+    assert np.array(skip.max(rising).pairs) == pytest.approx(np.array(want), rel=1e-12)
 
 
 @needs_figures

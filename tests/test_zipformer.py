@@ -140,19 +140,23 @@ def test_chunks():
 def test_streaming():
     f = figures('encoder_tiny')
     model = tiny(causal=True, chunk_size=(8,), left_context_frames=(24,))
-    encoder = model['encoder']
-    embedded = f['stream_embed']
+    front, encoder = model['subsampling'], model['encoder']
+    x = f['stream_x']
+    left_pad = front.get_init_states(2)
     states = encoder.get_init_states(2)
     pieces = []
     with torch.no_grad():
         for n in range(8):
-            part = embedded[:, 8*n:8*n + 8].transpose(0, 1)
+            part = x[:, 16*n:16*n + 29]
+            frames, lens, left_pad = front.streaming_forward(part, torch.tensor([29, 29]), left_pad)
             unseen = (torch.arange(-24, 8) < -8*n).expand(2, -1)
-            y, _, states = encoder.streaming_forward(part, torch.tensor([8, 8]), states, unseen)
-            pieces.append(y.transpose(0, 1))
-        whole = encode(model, f['stream_x'], torch.tensor([141, 141]), masked=False)[1]
-    close(torch.cat(pieces, 1), f['stream_out'])
+            y, lens, states = encoder.streaming_forward(frames.transpose(0, 1), lens, states, unseen)
+            pieces.append((frames, y.transpose(0, 1)))
+        whole = encode(model, x, torch.tensor([141, 141]), masked=False)[1]
+    close(torch.cat([p[0] for p in pieces], 1), f['stream_embed'])
+    close(torch.cat([p[1] for p in pieces], 1), f['stream_out'])
     close(whole, f['stream_offline_out'])
+    close(left_pad, f['stream_embed_left_pad'])
     for i, state in enumerate(states): close(state, f[f'stream_state_{i:02}'])
     assert len(states) == 42
 

@@ -6,7 +6,9 @@
 __all__ = ['FloatLike', 'PiecewiseLinear', 'ScheduledFloat', 'value_of', 'set_batch_count', 'bernoulli', 'keep_mask']
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c003
+from collections.abc import Callable
 from itertools import pairwise
+from operator import add
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,10 @@ from torch import Tensor, nn
 class PiecewiseLinear:
     "The function through given corners, constant beyond the first and the last."
     def __init__(self,
-        *pairs, # Corners `(x, y)` in the order of x
+        *pairs, # Corners `(x, y)` in the order of x; or another `PiecewiseLinear`
     ):
         "Raises `ValueError` if x does not rise from corner to corner."
+        if len(pairs) == 1 and isinstance(pairs[0], PiecewiseLinear): pairs = pairs[0].pairs
         self.pairs = [(float(x), float(y)) for x, y in pairs]
         if not self.pairs or any(a[0] >= b[0] for a, b in pairwise(self.pairs)):
             raise ValueError(f'the corners of a piecewise linear function are {self.pairs}; at least one is needed, '
@@ -37,7 +40,23 @@ class PiecewiseLinear:
             if x <= x1: return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
         return self.pairs[-1][1]
 
-# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c009
+    def _combined(self, g: 'PiecewiseLinear | float', operation: Callable) -> 'PiecewiseLinear':
+        "The operation on the values of two functions, or of one and a number, with corners at their crossings."
+        if not isinstance(g, PiecewiseLinear): g = PiecewiseLinear((self.pairs[0][0], g))
+        xs = sorted({x for x, _ in self.pairs + g.pairs})
+        if operation is not add:
+            ends = zip(pairwise(xs), pairwise([self(x) - g(x) for x in xs]))
+            xs = sorted({*xs, *(x0 + (x1 - x0) * d0 / (d0 - d1) for (x0, x1), (d0, d1) in ends if d0 * d1 < 0)})
+        return PiecewiseLinear(*[(x, operation(self(x), g(x))) for x in xs])
+
+    def __add__(self, g): return self._combined(g, add)
+    __radd__ = __add__
+    def __mul__(self, factor): return PiecewiseLinear(*[(x, y * factor) for x, y in self.pairs])
+    __rmul__ = __mul__
+    def max(self, g) -> 'PiecewiseLinear': return self._combined(g, max)
+    def min(self, g) -> 'PiecewiseLinear': return self._combined(g, min)
+
+# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c011
 class ScheduledFloat(nn.Module):
     "A number that depends on how many batches the model was trained on (Yao et al., 2024)."
     def __init__(self,
@@ -57,25 +76,36 @@ class ScheduledFloat(nn.Module):
 
     def __float__(self): return float(self.value())
 
+    def __add__(self, x):
+        if not isinstance(x, ScheduledFloat): return ScheduledFloat(self.schedule + x, default=self.default)
+        return ScheduledFloat(self.schedule + x.schedule, default=self.default + x.default)
+
+    __radd__ = __add__
+
+    def max(self, x) -> 'ScheduledFloat':
+        "The larger of the two at each time."
+        if not isinstance(x, ScheduledFloat): return ScheduledFloat(self.schedule.max(x), default=self.default)
+        return ScheduledFloat(self.schedule.max(x.schedule), default=max(self.default, x.default))
+
 FloatLike = float | ScheduledFloat
 
 def value_of(number: FloatLike) -> float | Tensor:
     "The present value: a float, or a tensor `[]` if the number of batches is one."
     return number.value() if isinstance(number, ScheduledFloat) else number
 
-# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c012
+# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c014
 def set_batch_count(model: nn.Module, batch_count: float | Tensor) -> None:
     "Set the `batch_count` of all parts of a model that have one, a float or a tensor `[]`."
     for module in model.modules():
         if hasattr(module, 'batch_count'): module.batch_count = batch_count
 
-# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c017
+# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c019
 def bernoulli(p: float | Tensor, device: torch.device) -> bool | Tensor:
     "`True` with probability `p`: a `bool` that the host draws, on XLA a tensor `[]` that the device draws."
     if device.type == 'xla': return torch.rand((), device=device) < p
     return torch.rand(()).item() < float(p)
 
-# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c020
+# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c022
 def keep_mask(x: Tensor, p: float | Tensor, shared_dim: int | None = None) -> Tensor:
     "Mask for dropout with probability `p`, boolean `[…]`: true for values that remain; of size 1 at `shared_dim`."
     shape = list(x.shape)

@@ -8,6 +8,8 @@ __all__ = ['ConvNeXt', 'Conv2dSubsampling']
 # %% ../../../../nbs/pytorch/models/zipformer/08_subsampling.ipynb #c003
 import copy
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....devices.products import Linear
@@ -28,8 +30,8 @@ class ConvNeXt(nn.Module):
         super().__init__()
         if layerdrop_rate is None: layerdrop_rate = ScheduledFloat((0.0, 0.2), (20000.0, 0.015))
         hidden = hidden_ratio * channels
-        padding = tuple(k // 2 for k in kernel_size)
-        self.depthwise_conv = nn.Conv2d(channels, channels, kernel_size, groups=channels, padding=padding)
+        self.padding = tuple(k // 2 for k in kernel_size)
+        self.depthwise_conv = nn.Conv2d(channels, channels, kernel_size, groups=channels, padding=self.padding)
         self.pointwise_conv1 = nn.Conv2d(channels, hidden, 1)
         self.hidden_balancer = Balancer(hidden, channel_dim=1, min_positive=0.3, max_positive=1.0, min_abs=0.75,
                                         max_abs=5.0)
@@ -40,13 +42,25 @@ class ConvNeXt(nn.Module):
                                      max_abs=6.0)
         self.out_whiten = Whiten(1, whitening_limit=5.0, prob=(0.025, 0.25), grad_scale=0.01)
 
+    def _added(self, x: Tensor) -> Tensor:
+        "Output of the two pointwise layers `[B, C, T, F]`, which is added to the block's input."
+        return self.pointwise_conv2(self.activation(self.hidden_balancer(self.pointwise_conv1(x))))
+
     def forward(self, x: Tensor) -> Tensor:
         "Output of the block `[B, C, T, F]`."
-        hidden = self.hidden_balancer(self.pointwise_conv1(self.depthwise_conv(x)))
-        added = self.pointwise_conv2(self.activation(hidden))
+        added = self._added(self.depthwise_conv(x))
         keep = keep_trials(x, scaling.value_of(self.layerdrop_rate) if self.training else 0.0, len(x), 1, 1, 1)
         x = self.out_balancer(x + (added if keep is None else added * keep))
         return self.out_whiten(x.transpose(1, 3)).transpose(1, 3)
+
+    def streaming_forward(self, x: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor]:
+        "Output of the block `[B, C, T, F]`, and the frames for the next call `[B, C, 3, F]`."
+        n = self.padding[0]
+        T = x.shape[2] - n
+        seen = torch.cat([cached_left_pad, x], 2)
+        conv = self.depthwise_conv
+        y = F.conv2d(seen, conv.weight, conv.bias, padding=(0, self.padding[1]), groups=conv.groups)
+        return x[:, :, :T] + self._added(y), seen[:, :, T:T + n]
 
 # %% ../../../../nbs/pytorch/models/zipformer/08_subsampling.ipynb #c009
 class Conv2dSubsampling(nn.Module):
@@ -68,12 +82,27 @@ class Conv2dSubsampling(nn.Module):
             nn.Conv2d(layer2_channels, layer3_channels, 3, stride=(1, 2)), balancer(layer3_channels, 4.0), SwooshR(),
         )
         self.convnext = ConvNeXt(layer3_channels, kernel_size=(7, 7))
-        self.out = Linear(((in_channels - 1) // 2 - 1) // 2 * layer3_channels, out_channels)
+        self.out_width = ((in_channels - 1) // 2 - 1) // 2
+        self.layer3_channels = layer3_channels
+        self.out = Linear(self.out_width * layer3_channels, out_channels)
         self.out_whiten = Whiten(1, whitening_schedule(4.0), prob=(0.025, 0.25), grad_scale=0.02)
         self.out_norm = scaling.BiasNorm(out_channels)
         self.dropout = scaling.Dropout3(copy.deepcopy(dropout), shared_dim=1)
 
+    def _joined(self, x: Tensor) -> Tensor:
+        "Channels and bands of a frame in one row, and the linear layer `[B, T, C]`."
+        return self.out(x.transpose(1, 2).flatten(2))
+
     def forward(self, x: Tensor, x_lens: Tensor) -> tuple[Tensor, Tensor]:
         "Frames `[B, (T − 7) // 2, C]`, and their number of each trial `[B]`."
-        x = self.out(self.convnext(self.conv(x[:, None])).transpose(1, 2).flatten(2))
+        x = self._joined(self.convnext(self.conv(x[:, None])))
         return self.dropout(self.out_norm(self.out_whiten(x))), (x_lens - 7) // 2
+
+    def get_init_states(self, batch_size: int = 1, device: torch.device = torch.device('cpu')) -> Tensor:
+        "The frames before the first one: zeros `[B, C, 3, F]`."
+        return torch.zeros(batch_size, self.layer3_channels, self.convnext.padding[0], self.out_width, device=device)
+
+    def streaming_forward(self, x: Tensor, x_lens: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        "Frames `[B, T, C]`, their number of each trial `[B]`, and the cache for the next call."
+        x, cached_left_pad = self.convnext.streaming_forward(self.conv(x[:, None]), cached_left_pad)
+        return self.out_norm(self._joined(x)), (x_lens - 7) // 2 - self.convnext.padding[0], cached_left_pad
