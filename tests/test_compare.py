@@ -199,7 +199,10 @@ def test_without_labels_of_val_nothing_is_compared(runs):
     (folder/'a_val.csv').write_text('id,text\n0,yes\n')
     (folder/'b.txt').write_text('no\n')
     status, told = compare(folder/'a_val.csv', folder/'b.txt')
-    assert status == 1 and 'a, trial 0: its reference is unknown (1 of 1 trials); give hypotheses with ref' in told
+    assert status == 0 and 'No reference is known' in told and '100.0 %' in told and 'rror rate' not in told
+    (folder/'c.txt').write_text('no\n'*99)
+    status, told = compare(folder/'c.txt', folder/'c.txt', '--truth', folder/'one'/'hypotheses'/'decode_val.jsonl')
+    assert status == 1 and 'c, trial 4: its reference is unknown (95 of 99 trials); give hypotheses with ref' in told
     status, told = compare(folder/'a_val.csv', folder/'b.txt', '--truth', folder/'one'/'hypotheses'/'decode_val.jsonl')
     assert status == 0 and '1 trial' in told
 
