@@ -92,8 +92,8 @@ def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
     frames = n_frames(args[2], 4, 2)
     grads = []
     for outs in (
-        model(*args[:2], n_bins=args[2], mode='full', strength=-1.0),
-        padded(model, *args, mode='full', strength=-1.0),
+        model(*args[:2], n_bins=args[2], mode='full', grl_lambda=-1.0),
+        padded(model, *args, mode='full', grl_lambda=-1.0),
     ):  # −λ = 1: as if not reversed
         for trial, n, want in zip(zip(*outs), frames, by_formula(model, *args), strict=True):
             for ours, theirs in zip(trial, want):
@@ -113,7 +113,7 @@ def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
 def test_the_gradient_is_reversed_for_what_lies_before_the_noise(strength):
     model = random_model()
     args = batch([12, 9])
-    loss = sum((noisy**2).sum() for noisy in model(*args[:2], mode='full', strength=strength)[1])
+    loss = sum((noisy**2).sum() for noisy in model(*args[:2], mode='full', grl_lambda=strength)[1])
     ours = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     plain = sum((noisy**2).sum() for _, noisy, _ in by_formula(model, args[0], args[1], torch.tensor([12, 12])))
     theirs = torch.autograd.grad(plain, list(model.parameters()), allow_unused=True)
@@ -239,14 +239,14 @@ def test_parameters_at_the_official_sizes(noise_units):
 
 
 def test_strength_over_the_run():
-    constant, ramped = (TripleGRUConfig().model_copy(update=dict(adversarial_strength=.7, adversarial_schedule=kind))
+    constant, ramped = (TripleGRUConfig().model_copy(update=dict(grl_lambda=.7, adversarial_schedule=kind))
                         for kind in ('constant', 'ramp'))
     assert [constant.strength(s, 10) for s in (0, 5, 10)] == [0.7] * 3
     ramp = [ramped.strength(s, 40) for s in range(41)]
     assert ramp == pytest.approx([0.7 * (2 / (1 + math.exp(-10 * s / 40)) - 1) for s in range(41)])
     assert ramp[0] == 0 and ramp == sorted(ramp) and 0.699 < ramp[-1] < 0.7
-    model = TripleGRUDecoder(**SMALL | dict(strength=0.7, schedule='ramp'))
-    assert model.training_args(10, 40) == dict(mode='full', strength=ramp[10])
+    model = TripleGRUDecoder(**SMALL | dict(grl_lambda=0.7, schedule='ramp'))
+    assert model.training_args(10, 40) == dict(mode='full', grl_lambda=ramp[10])
 
 
 def test_the_optimiser_finds_all_biases_by_name():
@@ -293,7 +293,7 @@ def test_configuration(tmp_path):
         'noise.out.bias',
     }
     official = preset('triple_gru').model
-    assert (official.n_layers, official.n_units, official.noise_units, official.adversarial_strength) == (
+    assert (official.n_layers, official.n_units, official.noise_units, official.grl_lambda) == (
         3,
         768,
         256,

@@ -56,6 +56,7 @@ _BEST: dict[str, dict[str, dict[str, Any]]] = {
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
+    'triple_gru-wide': {'model': dict(name='triple_gru', n_layers=5, noise_units=None)},
     'transformer': {'model': dict(name='transformer')} | _TIME_MASKED,
     'transformer-causal': {'model': dict(name='transformer', causal=True)} | _TIME_MASKED,
     'mamba': {'model': _MAMBA | dict(n_units=2048, projection_units=4096), 'train': _MAMBA_TRAIN},

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['summarize', 'BestTracker', 'History', 'read_history', 'plot_history']
 
-# %% ../../nbs/training/03_history.ipynb #c002
+# %% ../../nbs/training/03_history.ipynb #c
 import math
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..core.reading import ReadError
 from ..data.sessions import participant_of
 from ..metrics import percent
 
-# %% ../../nbs/training/03_history.ipynb #c005
+# %% ../../nbs/training/03_history.ipynb #c
 def summarize(
     table: pd.DataFrame, # A row per trial: session, loss (CTC's), edits, n_labels; terms of the loss, and their `total`
     ctc_reduction: str = 'trial', # Mean loss per `trial`, or per `label`: the mean over trials of each trial's mean
@@ -37,7 +37,7 @@ def summarize(
     metrics = dict(val_loss=means.pop('val_total'), val_per=val_per, sessions=rates('session')) | means
     return metrics | (dict(participants=participants) if len(participants) > 1 else {})
 
-# %% ../../nbs/training/03_history.ipynb #c008
+# %% ../../nbs/training/03_history.ipynb #c
 def _rank(metrics: dict) -> tuple[float, float]:
     return metrics.get('val_wer', metrics['val_per']), metrics['val_loss']
 
@@ -60,7 +60,7 @@ class BestTracker:
         converged = cfg.early_stopping and self.bad_evals >= cfg.early_stopping_val_steps
         return 'early stopping' if converged else None
 
-# %% ../../nbs/training/03_history.ipynb #c011
+# %% ../../nbs/training/03_history.ipynb #c
 _COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Columns of every history
 
 class History:
@@ -120,12 +120,12 @@ def read_history(path: str | Path) -> pd.DataFrame:
     except (ValueError, KeyError) as e: problem = str(e)
     raise ReadError(f'{path}: damaged ({problem}), expected training curves; remove it')
 
-# %% ../../nbs/training/03_history.ipynb #c014
+# %% ../../nbs/training/03_history.ipynb #c
 _LABELS = dict(consistency='KL divergence of two views', answer='cross entropy of answers', ctc='CTC',
                align='distance to targets', contrast='InfoNCE')
 
 def plot_history(path: str | Path):
-    "The loss, errors on val, each term of the loss, and gradient norms of parts of the model. Returns the figure."
+    "The loss and its terms, errors on val, and gradient norms of parts of the model. Returns the figure."
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter
     history = read_history(path)
@@ -147,10 +147,9 @@ def plot_history(path: str | Path):
         for name in norms: axes[-1].plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
         axes[-1].set(xlabel='batch', ylabel='gradient norm', yscale='log')
         axes[-1].legend()
-    single = f'PER {percent(val.val_per.iloc[0])}' if len(val) == 1 else ''
-    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label=single or 'PER')
-    if 'val_wer' in val: errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
+    rates = {name: val[key] for name, key in dict(PER='val_per', WER='val_wer').items() if key in val}
+    for name, values in rates.items(): errors.plot(val.step, 100 * values, 'o-', ms=3, label=name)
     errors.legend()
-    top = 1.1*errors.dataLim.ymax if len(val) else None
-    errors.set(xlabel='batch', ylabel='validation errors (%)', ylim=(0, top))
+    errors.set(xlabel='batch', ylabel='validation errors (%)', ylim=(0, 1.1*errors.dataLim.ymax if len(val) else None),
+               title=f'best model: lowest {name}, {percent(values.min())}' if len(val) else '')
     return fig

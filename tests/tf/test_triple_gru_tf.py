@@ -36,7 +36,7 @@ def test_parity_with_pytorch(change, jit):
     "All three outputs, and every gradient, with the adversary's reversed."
     sizes = PATCHED | change
     theirs = random_torch(pt.TripleGRUDecoder, **sizes)
-    assert_parity(theirs, small_model(**sizes), [23, 12, 18], jit, mode='full', strength=0.3)
+    assert_parity(theirs, small_model(**sizes), [23, 12, 18], jit, mode='full', grl_lambda=0.3)
 
 
 def test_loss_equals_pytorchs():
@@ -58,7 +58,7 @@ def test_loss_equals_pytorchs():
 
 @pytest.mark.parametrize('schedule', ['constant', 'ramp'])
 def test_training_arguments_equal_pytorchs(schedule):
-    theirs = pt.TripleGRUDecoder(2, 3, 1, 4, noise_units=2, strength=0.7, schedule=schedule)
+    theirs = pt.TripleGRUDecoder(2, 3, 1, 4, noise_units=2, grl_lambda=0.7, schedule=schedule)
     ours = TripleGRUDecoder(theirs.cfg, 1)
     for step in (0, 3, 99): assert ours.training_args(step, 100) == theirs.training_args(step, 100)
 
@@ -90,11 +90,11 @@ def test_the_three_models_drop_different_numbers(monkeypatch):
 
 def test_program_does_not_grow_with_the_trial():
     model = small_model(**PATCHED, rnn_dropout=0.4, input_dropout=0.2, noise_units=3)
-    short, long = program_sizes(model, mode='full', strength=tf.constant(0.5))
+    short, long = program_sizes(model, mode='full', grl_lambda=tf.constant(0.5))
     assert short == long and short > 100
 
 
 def test_bfloat16_trains(bfloat16):  # noqa: F811
     keras.utils.set_random_seed(0)
     # not reversed: both readers learn
-    assert_trains(small_model(**PATCHED | dict(n_layers=1), noise_units=4), mode='full', strength=-1.)
+    assert_trains(small_model(**PATCHED | dict(n_layers=1), noise_units=4), mode='full', grl_lambda=-1.)

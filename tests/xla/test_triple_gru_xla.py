@@ -96,7 +96,7 @@ def test_one_compilation_whatever_the_strength():
     frames = torch.full((4,), n_frames(30, SIZE, STRIDE), device=device)
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     def step(strength):
-        out = model(x, day, mode='full', strength=strength)
+        out = model(x, day, mode='full', grl_lambda=strength)
         model.training_losses(out, lambda logits: read(logits, frames), frames)['loss'].mean().backward()
         opt.step(); opt.zero_grad()
         torch_xla.sync()

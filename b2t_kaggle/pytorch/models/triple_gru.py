@@ -113,7 +113,7 @@ class TripleGRUDecoder(Frontend):
     Config = TripleGRUConfig
     cfg: TripleGRUConfig
     is_causal = True
-    changing_args = 'strength',
+    changing_args = 'grl_lambda',
     patch_layer = ('noise.gru.weight_ih_l0', 'noise.gru.bias_ih_l0', 'clean.gru.weight_ih_l0', 'clean.gru.bias_ih_l0')
     read_out = 'clean.out'
 
@@ -132,14 +132,14 @@ class TripleGRUDecoder(Frontend):
         noise_layers: int = 2,         # GRU layers of the noise model
         noisy_units: int | None = None, # Units per GRU layer of the adversary; None means `n_units`
         noisy_layers: int = 2,         # GRU layers of the adversary
-        strength: float = 0.5,         # Strength λ of the gradient reversal
+        grl_lambda: float = 0.5,       # Strength λ of the gradient reversal
         schedule: str = 'constant',    # Schedule of λ in training: `constant`, or `ramp` from 0
     ):
         sizes = dict(neural_dim=neural_dim, n_classes=n_classes)
         layers = dict(n_units=n_units, n_layers=n_layers, noise_units=noise_units)
         patches = dict(patch_size=patch_size, patch_stride=patch_stride)
         dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
-        reversal = dict(adversarial_strength=strength, adversarial_schedule=schedule)
+        reversal = dict(grl_lambda=grl_lambda, adversarial_schedule=schedule)
         super().__init__(TripleGRUConfig(**sizes, **layers, **patches, **dropouts).model_copy(update=reversal), n_days)
         self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
         self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)
@@ -158,7 +158,7 @@ class TripleGRUDecoder(Frontend):
         day_idx: Tensor,               # Day of each trial `[B]`
         mode: str = 'inference',       # `inference`, or `full`
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
-        strength: float | Tensor | None = None, # Strength λ, a number or a tensor `[]`; None means the model's
+        grl_lambda: float | Tensor | None = None, # Strength λ, a number or a tensor `[]`; None means the model's
         states: tuple[Tensor, Tensor] | None = None, # Initial states of noise and clean model; None: the learned ones
         return_state: bool = False,    # Also return the states after the last frame
     ) -> Tensor | tuple:
@@ -170,12 +170,12 @@ class TripleGRUDecoder(Frontend):
         noise, noise_states = self.noise(f, noise_states)
         out, clean_states = self.clean(f, f.x - noise, clean_states)
         if mode == 'full':
-            noisy = self.noisy(f, noise, self.cfg.adversarial_strength if strength is None else strength)
+            noisy = self.noisy(f, noise, self.cfg.grl_lambda if grl_lambda is None else grl_lambda)
             out = out, noisy, f.unpack(noise, by_trial=True)
         return (out, (noise_states, clean_states)) if return_state else out
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        return dict(mode='full', strength=self.cfg.strength(step, n_steps))
+        return dict(mode='full', grl_lambda=self.cfg.strength(step, n_steps))
 
     def training_losses(self, out: tuple[Tensor, Tensor, Tensor], ctc: Callable[[Tensor], Tensor],
                         frames: Tensor) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class TripleGRUDecoder(GRUEncoder):
     "Features of a trial to logits per frame, read from what is left after a learned noise is subtracted."
     Config = TripleGRUConfig
     cfg: TripleGRUConfig
-    changing_args = 'strength',
+    changing_args = 'grl_lambda',
 
     def __init__(self, cfg: TripleGRUConfig, n_days: int):
         super().__init__(cfg, n_days)
@@ -63,19 +63,19 @@ class TripleGRUDecoder(GRUEncoder):
 
     def heads(self) -> dict[str, GRUHead]: return {'noise.': self.noise, 'clean.': self.clean, 'noisy.': self.noisy}
 
-    def call(self, x, day_idx, n_bins=None, training=False, seeds=None, mode='inference', strength=None):
+    def call(self, x, day_idx, n_bins=None, training=False, seeds=None, mode='inference', grl_lambda=None):
         """Clean logits `[B, T', K]` in the mode `inference`, else clean logits, noisy logits `[B, T', K]` and the noise
         `[B, T', I]`, all float32, arbitrary in the padding."""
         x = self.frames(x, day_idx, training, seeds)
         noise = self.noise(x, training=training, seeds=seeds)
         clean = self.clean(x - tf.cast(noise, x.dtype), training=training, seeds=seeds)
         if mode == 'inference': return clean
-        if strength is None: strength = self.cfg.adversarial_strength
-        noisy = self.noisy(noise, strength=strength, training=training, seeds=seeds)
+        if grl_lambda is None: grl_lambda = self.cfg.grl_lambda
+        noisy = self.noisy(noise, strength=grl_lambda, training=training, seeds=seeds)
         return clean, noisy, noise
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        return dict(mode='full', strength=self.cfg.strength(step, n_steps))
+        return dict(mode='full', grl_lambda=self.cfg.strength(step, n_steps))
 
     def training_losses(self, out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],
                         frames: tf.Tensor) -> dict[str, tf.Tensor]:
