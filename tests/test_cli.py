@@ -96,7 +96,7 @@ VALUES = {
     'weights': ['--weights 1'],
     'scores': ['--score lists.jsonl=5'],
     'folder': ['--folder sessions'],
-    'plugin': [], # test_a_plugin_trains_a_variant in test_pipeline.py
+    'plugin': ['--plugin mine.py'],
     'host': ['--host there', '--redis_ip there'],
     'port': ['--port 1', '--redis_port 1'],
     'lm__path': ['--lm_path lists.jsonl'],
@@ -120,9 +120,6 @@ VALUES = {
     'dtype': ['--dtype bfloat16'],
     'classes': ['--classes sil-first'],
     'before': ['--before first'],
-    'plugin': ['--plugin mine.py'],
-    'folder': ['--folder sessions'],
-    'scores': ['--score lists.jsonl=4.6'],
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
