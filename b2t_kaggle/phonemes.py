@@ -523,7 +523,7 @@ def sentence_to_phonemes(
 
 # %% ../nbs/00_phonemes.ipynb #c067
 def normalize_words(words: Iterable[str]) -> Iterator[str]:
-    "The words as in the text of a language model; one may become several. Raises `TypeError` for other objects."
+    "The words as in the text of a language model; one may become several. Raises `TypeError` for anything but words."
     for word in words:
         if not isinstance(word, str): raise TypeError(f'words: found {word!r}, expected words as text')
         if re.fullmatch("[a-z]+", word): yield word

@@ -249,7 +249,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str, optio
 @click.option('--weights', default='equal', show_default=True, metavar='equal|A,B,…',
               help='Weights of the models: equal, or one number for each, in the order of the models.')
 def ensemble(members, method, weights, force, **options):
-    """Average several models, as a run of its own.
+    """Average several models, as a separate run.
 
     The run --name averages the log-probabilities of other runs, or of LogitStores of val and test (a single store of a
     split is used as it is). All later stages are done: language model, decoding, submission, report.

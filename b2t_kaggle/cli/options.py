@@ -206,7 +206,7 @@ _options['serve'] = with_options(
     click.option('--gpu-number', help='The only GPU to use.'))
 
 def stage_command(name: str | None = None, cls: type = StageCommand, **options) -> Callable: # Options of click.command
-    "Decorator that makes a verb with the options of every stage, and further ones of this verb."
+    "Decorator that makes a verb with the options of every stage, and options of its own."
     of_verb = _options.get(name or '', lambda f: f)
     return lambda f: click.command(name, cls=cls, context_settings=UNDERSCORES, **options)(of_verb(_stage_options(f)))
 
@@ -226,7 +226,7 @@ def refuse_options(
 def source_path(
     source: str,         # A file, the folder of a run, or the name of a run
     out: Path,           # Folder of the runs
-    problem: str = '',   # End of the error if it is neither
+    problem: str = '',   # End of the error message if the source is neither
     files: bool = True,  # Whether it may be a file
 ) -> Path:
     "The file, or the folder of the run, of a source; raises `click.UsageError` if it is neither."

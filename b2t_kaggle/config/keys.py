@@ -44,7 +44,7 @@ class Config(Section):
     session: groups.SessionConfig = groups.SessionConfig()
 
     def dump(self) -> dict:
-        "All values as plain JSON types; `Config.model_validate` reads them back equal."
+        "All values as plain JSON types; `Config.model_validate` restores an equal configuration."
         return self.model_dump(mode='json')
 
     @model_validator(mode='after')

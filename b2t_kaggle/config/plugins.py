@@ -35,7 +35,7 @@ class Plugin:
     mark: str = ''                  # Its name and a hash of its code, for fingerprints
 
     def terms(self, **inputs) -> dict[str, Any]:
-        "Terms that `loss` adds, by name `[B]`. Raises `ConfigError` for another result."
+        "Terms that `loss` adds, by name `[B]`. Raises `ConfigError` for an invalid result."
         terms = _call(self.loss, inputs) # type: ignore[arg-type]
         shapes = {name: list(term.shape) for name, term in terms.items()} if isinstance(terms, dict) else type(terms)
         expected = list(inputs['logits'].shape[:1])

@@ -29,7 +29,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class InputFile(Fact):
-    "Files or a folder that a stage reads: their contents count, not their location."
+    "Files or a folder that a stage reads: their contents matter, not their location."
     or_name: bool = False # Whether text that is not a path is a name on a hub, which counts
 
     def is_place(self, value: Any) -> bool:

@@ -30,7 +30,7 @@ class _Files(IndexDataCacheFile):
         except Exception as e: raise OSError(f'{name}: {e}') from None # Numba compiles again
 
     def save(self, key: Any, data: Any) -> None:
-        with suppress(OSError): super().save(key, data) # Such as a full disk
+        with suppress(OSError): super().save(key, data) # For example, the disk is full
 
 def _cached(f: Callable, options: dict) -> Callable:
     "A function whose machine code is stored. Raises `RuntimeError` if there is no place for it."

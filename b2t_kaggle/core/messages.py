@@ -118,7 +118,7 @@ def _describe(function: Callable) -> None:
     function.__doc__ = inspect.cleandoc(function.__doc__ or '') + '\n\nParameters:\n' + '\n'.join(rows)
 
 def with_parameters(
-    item: Any, # Function or class of this package; anything else stays as it is
+    item: Any, # Function or class of this package; anything else stays unchanged
 ) -> Any:      # The item itself
     "Add the comments on parameters to the docstring of a function, or of a class's methods."
     members: list[Any] = [item]

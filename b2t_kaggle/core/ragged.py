@@ -199,7 +199,7 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
         names = reader.schema.names
     except FileNotFoundError: raise RaggedError(f'{path}: no such file') from None
     except ReadError as e: raise RaggedError(str(e)) from None
-    except Exception as e: # Arrow's errors of bytes without a sense are of many kinds
+    except Exception as e: # Arrow raises many kinds of errors for invalid bytes
         raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); make it again') from None
     if _KEY not in metadata or _VALUES not in names:
         raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle')
@@ -277,13 +277,13 @@ class Ragged:
         return f'{type(self).__name__}({str(self.path)!r}: {len(self)} {self.kind}, {self.dtype} {shape})'
 
     def _view(self, i: int) -> np.ndarray:
-        "Array `i` without a check."
+        "Array `i`, read without verifying its checksum."
         start = int(self.starts[i])
         n = int(self.lengths[i])
         return self.flat[start:start + n*self._item_size].reshape(n, *self.item_shape)
 
     def verify(self,
-        arrays: np.ndarray, # Indices [n] of those that are about to be read from `flat`
+        arrays: np.ndarray, # Indices [n] of the arrays that are about to be read from `flat`
     ) -> None:
         "Raise `RaggedError` if an array is not as it was written; each is checked once."
         for i in np.unique(arrays[~self._verified[arrays]]):

@@ -127,7 +127,7 @@ def limit_lines(
     path: str | Path,          # Path of the file, for the error
     max_bytes: int = MAX_LINE_BYTES,
 ) -> io.BufferedReader:
-    "The same bytes, but a line that is longer raises `ReadError`, before it is in memory."
+    "Wrap a file so that a line of more than `max_bytes` raises `ReadError` before all of it is in memory."
     return io.BufferedReader(_Lines(f, Path(path), max_bytes), min(max_bytes, 1 << 16))
 
 # %% ../../nbs/core/03_reading.ipynb #c017
@@ -231,7 +231,7 @@ def open_dataset(
     group: 'h5py.Group',
     name: str,         # Name of a data set in the group
 ) -> 'h5py.Dataset':
-    "A data set whose values are in the file. Raises `ReadError` for others, `KeyError` or `TypeError` for no data set."
+    "A data set whose values are in the file. Raises `ReadError` if they are not, `KeyError` or `TypeError` if absent."
     import h5py
     check_link(group, name)
     dataset = h5py.h5d.open(group.id, name.encode())

@@ -120,7 +120,7 @@ def read_url(
 
 # %% ../../nbs/data/05_download.ipynb #c018
 class _Transfer:
-    "A download into `NAME.part`, with the mark by which the server recognises the contents."
+    "A download into `NAME.part`, with the server's mark (ETag or date) for the contents."
     def __init__(self, file: RemoteFile, path: Path, token: str | None = None, progress: bool = False):
         self.file, self.token, self.progress = file, token, progress
         self.path = path.with_name(f'{path.name}.part')
@@ -134,7 +134,7 @@ class _Transfer:
         self.mark_path.unlink(missing_ok=True)
 
     def begin(self, headers) -> None:
-        "Begin with an empty file, and the mark that a server gives in these headers."
+        "Begin with an empty file, and store the mark (ETag or date) in the server's headers."
         self.discard()
         tag = headers.get('ETag', '')
         is_strong = tag and not tag.startswith('W/')  # A weak one does not promise the same bytes
@@ -220,7 +220,7 @@ def unpack_zip(
     folder: str | Path,     # Folder to make; must not exist
     progress: bool = False, # Show a progress bar
 ) -> Path:                  # The folder
-    """Unpack an archive whole or not at all. Raises `DownloadError` if it is damaged, encrypted, expands too far or
+    """Unpack an archive atomically. Raises `DownloadError` if it is damaged, encrypted, expands too far or
     would write elsewhere, `OSError` if there is no room for it."""
     path = Path(path)
     folder = Path(folder)
@@ -297,7 +297,7 @@ def get_from_dryad(
     folder: str | Path,     # Folder for the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # The folder of the sessions
-    """Fetch, check and unpack the missing archives. Raises `DownloadError`, `AccessError` if Dryad wants another token,
+    """Fetch, check and unpack the missing archives. Raises `DownloadError`, `AccessError` if Dryad needs another token,
     `OSError` if there is no room."""
     folder = Path(folder)
     if missing := _missing(folder):

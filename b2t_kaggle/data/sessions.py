@@ -412,7 +412,7 @@ def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
 ) -> Path:
-    "Write a split of a session. Raises `SessionError` for a trial that cannot be read back, `WriteError` without room."
+    "Write a split of a session. Raises `SessionError` if a trial cannot be read back, `WriteError` on a full disk."
     path = Path(path)
     session, split = _identify(path)
     seen: dict = {}

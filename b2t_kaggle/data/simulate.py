@@ -151,7 +151,7 @@ def plan_trials(
     max_words: int = 6,      # Longest sentence, in words; at least 4
     seed: int = 0,           # Same seed, same sentences
 ) -> pd.DataFrame:           # day, session, split, block, trial, corpus, sentence
-    "Sentences of all trials; those of val and test occur once. Raises `SimulateError` for too few sentences."
+    "Sentences of all trials; sentences of val and test occur once. Raises `SimulateError` for too few sentences."
     if not 1 <= n_sessions <= len(SCHEDULE):
         raise ValueError(f'n_sessions is {n_sessions}, expected 1 to {len(SCHEDULE)}')
     numbers = dict(train=train, val=val, test=test)
@@ -177,7 +177,7 @@ def _target_row(entries: list[str]) -> np.ndarray:
 
 _TARGET_ROWS = {name: _target_row(entries) for name, *entries in map(str.split, read_vocabulary('articulations')[''])}
 ARTICULATORS = list(_TARGET_ROWS)
-TARGETS = np.stack([*_TARGET_ROWS.values()], -1).astype(np.float32) # [41, 2, D]; those of blank and silence are zero
+TARGETS = np.stack([*_TARGET_ROWS.values()], -1).astype(np.float32) # [41, 2, D]; zero for blank and silence
 
 # %% ../../nbs/data/02_simulate.ipynb #c025
 def _mean_lengths() -> np.ndarray:
@@ -319,7 +319,7 @@ def electrodes(
     seed: int = 0,    # Same seed, same participant
     neural: int = 2,  # Kind of noise, 1 or 2
 ) -> list[Electrodes]:
-    "The electrodes on each day of the schedule. Raises `SimulateError` for another kind of noise."
+    "The electrodes on each day of the schedule. Raises `SimulateError` for an unknown kind of noise."
     if neural not in _CROSSINGS: raise SimulateError(f'neural is {neural}, expected 1 or 2, the kinds of noise')
     rng = np.random.default_rng((seed, 3))
     days = [date(*map(int, d.session.split('.')[1:])) for d in SCHEDULE[:n_sessions]]
@@ -355,7 +355,7 @@ def _second_order(white: np.ndarray, tau, frequency=0.) -> np.ndarray:
     return np.fft.ifft(np.fft.fft(white, axis=0)*response, axis=0).real
 
 def _slow_noise(n: int, rng: np.random.Generator) -> np.ndarray:
-    "Slow noise of the log of crossings and power, [n, 512], in parts that all, arrays and neighbours share."
+    "Slow noise of log crossings and log power [n, 512]: parts shared by all electrodes, by arrays, and by neighbours."
     noise = _second_order(rng.standard_normal((n, 1 + len(_ARRAYS) + N_ELECTRODES)), _SLOW)
     of_all, of_array, single = np.split(noise, [1, 1 + len(_ARRAYS)], axis=1)
     grid = single.reshape(n, len(_ARRAYS), 8, 8)

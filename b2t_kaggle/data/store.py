@@ -174,7 +174,7 @@ class _Source:
         self.files = {s: path for s, path in paths.items() if path.exists()} # Files of the split by session
 
     def packed_bytes(self, dtype: str | np.dtype) -> int:
-        "About how large the store becomes."
+        "Approximate size of the store in bytes."
         n_bytes = sum(self.width/n_features(s)*path.stat().st_size for s, path in self.files.items())
         return 8192 + int(np.dtype(dtype).itemsize/4*n_bytes) # Names and types of the columns, with few rows
 
@@ -185,7 +185,7 @@ def packed_bytes(
     sessions: list[str] | None = None,       # Sessions to pack; None means all
     feature_subset: Sequence[int | str] | None = None, # Features to keep; None means all
 ) -> int:
-    "About how large a store becomes. Raises `StoreError` for sessions that do not exist."
+    "Approximate size of a store in bytes. Raises `StoreError` for sessions that do not exist."
     return _Source(data_dir, split, sessions, feature_subset).packed_bytes(dtype)
 
 # %% ../../nbs/data/03_store.ipynb #c018
@@ -204,7 +204,7 @@ def build(cls: TrialStore,
 ) -> TrialStore:
     """Pack a split, or open what was packed before from the same files with the same options. Raises `SessionError`
     for damaged data, `StoreError` for sessions or features that do not exist, `RaggedError` for values that the
-    stored type cannot hold, `files.WriteError` without room, `files.ChangedError` for sessions that change."""
+    stored type cannot hold, `files.WriteError` if the disk is full, `files.ChangedError` for sessions that change."""
     path = Path(path)
     source = _Source(data_dir, split, sessions, feature_subset)
     stats = {s: file.stat() for s, file in source.files.items()}

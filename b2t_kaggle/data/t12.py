@@ -154,7 +154,7 @@ def text_files(
     folder: str | Path,     # Folder of sessions, or of T12's MATLAB files
     with_val: bool = False, # Also those of val
 ) -> list[Path]:
-    "The files with the train sentences of a folder. Raises `SessionError` without sessions."
+    "The files with the train sentences of a folder. Raises `SessionError` if it has no sentences."
     folder, splits = Path(folder), SPLITS[:1 + with_val]
     files = [session_path(folder, s, split) for s in list_sessions(folder) for split in splits]
     found = [path for path in files if path.exists()]

@@ -109,14 +109,14 @@ def _spelling_graph(words, prons):
 _EVERY = 8 # Interval of frames for saved states and for bounds
 
 class _Bounds(NamedTuple):
-    "The most that the frames after t = 0, _EVERY, … can add at nodes of the graph of a list; no rows: unknown."
+    "Upper bounds on the gain from frames after t = 0, _EVERY, … at nodes of a list's graph; no rows: unknown."
     low: np.ndarray  # First node of each row [n]
     most: np.ndarray # Bounds of the nodes from there on [n, width]
 
 _NO_BOUNDS = _Bounds(np.zeros(0, np.int64), np.zeros((0, 0)))
 
 class _Limits(NamedTuple):
-    "Limits of the paths through a graph: the frames that they need and the most that they can gain."
+    "Limits of the paths through a graph: the frames that they need and an upper bound on their gain."
     reach: np.ndarray  # Last node that nodes up to this one reach in a frame [N]
     rest: np.ndarray   # Least number of frames from each node to the end [N]
     more: np.ndarray   # Log of the number of spellings after each node; zeros for a best path [N]
@@ -207,7 +207,7 @@ def _bounded(label, blank, low, high, limits, row, least):
 
 @_jit
 def _trimmed(label, blank, low, high, more, bound):
-    "Drop nodes at both ends whose score plus the most that they can gain is below a bound."
+    "Drop nodes at both ends whose score plus largest possible gain is below a bound."
     while low <= high and max(label[low], blank[low]) + more[low] < bound: low += 1
     while low <= high and max(label[high], blank[high]) + more[high] < bound: high -= 1
     return low, high
@@ -337,7 +337,7 @@ def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], 
 
 @patch
 def _with_alternatives(self: SpellingGraph, n_words: int, begins: dict[tuple, int]) -> tuple[_ListGraph, np.ndarray]:
-    "The graph with alternatives beside the words that they replace, and the index of each node in it."
+    "The graph with alternatives next to the words that they replace, and the index of each node in it."
     n, sil, first = len(self.symbol), self.sil, self.first
     node, before, place = np.repeat(np.arange(n), np.diff(first)), self.before.copy(), np.arange(n)
     position = np.arange(n, dtype=float) # Predecessors have smaller ones

@@ -128,7 +128,7 @@ def cross_calibrate(
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c020
 def write_calibration(path: str | Path, calibration: Calibration) -> None:
-    "Write a result as JSON, whole or not at all."
+    "Write a calibration as JSON, atomically."
     write_whole(path, json.dumps(asdict(calibration)))
 
 def read_calibration(path: str | Path) -> Calibration:

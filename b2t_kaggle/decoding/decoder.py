@@ -79,7 +79,7 @@ class SearchOptions:
     merge: Literal['max', 'sum'] = 'max' # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
     threshold: float = 12.0       # Gap to the best that drops a hypothesis [acoustic nats] (`beam_threshold`)
     blank_skip: float = 0.999     # Probability of the penalised blank above which a frame is not searched
-    fusion: Fusion | None = None  # Language model of whole sentences inside the search, beside the n-gram
+    fusion: Fusion | None = None  # Language model of whole sentences inside the search, in addition to the n-gram
     frame_ms: float | None = None # Time from one frame to the next; gives hypotheses their `words`
     frame_offset_ms: float = 0.0  # Beginning of the first frame, from the start of the trial
     temperature: float = 1.0      # Divisor of totals for posteriors, such as the result of `cross_calibrate`
@@ -133,7 +133,7 @@ class LexiconBeamDecoder:
 
     A `boost` adds its bonus to the `total` of a sentence for each occurrence of its word or phrase, and the bonus
     divided by `lm_weight` to `ngram`. `added` lists the words that it adds to the lexicon, with their pronunciations; a
-    warning lists the guessed ones. An `Automaton` gives such a word the probability of its median word, KenLM that of
+    warning lists the guessed ones. An `Automaton` gives such a word the probability of its median word, KenLM of
     `<unk>`."""
     @delegates(SearchOptions)
     def __init__(self,
@@ -143,7 +143,7 @@ class LexiconBeamDecoder:
         *,
         tokens: Sequence[str] | None = None, # Names of the model's classes in its order [K]; `None` for the 41
         blank: str | int = 'BLANK',          # Name or number of the blank
-        word_end: str | int | None = 'SIL',  # Token after each word; `None`: words follow each other without one
+        word_end: str | int | None = 'SIL',  # Token after each word; `None` means no token between words
         boost: Boosts | None = None,         # Bonus of words and phrases [nats], see `lm.boost.boosts_of`
         **kwargs: Any,                       # Fields of `SearchOptions`
     ):
@@ -355,7 +355,7 @@ def _word_ids(self: LexiconBeamDecoder, texts: Sequence[str]) -> tuple[np.ndarra
 @patch
 def acoustic(self: LexiconBeamDecoder,
     log_probs: np.ndarray, # Log-probabilities of one trial [T', 41]
-    texts: Sequence[str],  # Sentences, such as those of an n-best list
+    texts: Sequence[str],  # Sentences, such as the entries of an n-best list
 ) -> np.ndarray:           # Natural logs [n]
     "Acoustic score of each sentence, with the blank penalty; raises `ValueError` for unknown words."
     words, start = self._word_ids(texts)
@@ -404,7 +404,7 @@ def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
 
 @patch
 def with_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> LexiconBeamDecoder:
-    "A decoder with another boost; lexicon, trie and language model are not built again."
+    "A decoder with another boost; lexicon, trie and language model are reused."
     decoder = copy(self)
     decoder._set_boost(boost)
     decoder._warn_of_guesses()

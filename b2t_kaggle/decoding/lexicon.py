@@ -36,7 +36,7 @@ _NODE = np.dtype([
 ])
 
 class Trie(NamedTuple):
-    "A phoneme trie; node 0 is the root, whose symbol is SIL, because a word's end enters it."
+    "A phoneme trie. Node 0 is the root; its symbol is SIL, because the end of a word leads there."
     nodes: np.ndarray # Records: children, first_child, parent, first_word, n_words, symbol, ahead [N]
     words: np.ndarray # Ids of the words that end at each node: first_word … first_word + n_words - 1 [E]
     last: np.ndarray       # Without a word's end: last token of each of these words, which leads to a root [E]
@@ -226,7 +226,7 @@ def build_trie(
 def _count(bits: int) -> int: return int(bits).bit_count()
 
 def _add_child(nodes: np.ndarray, n: int, parent: int, symbol: int) -> tuple[int, int]:
-    "A new child beside its siblings, which all move after the first n nodes; its index, and the number of nodes."
+    "Add a child next to its siblings, which all move after the first n nodes; returns its index and the new n."
     bits, first = int(nodes['children'][parent]), nodes['first_child'][parent]
     place = n + _count(bits & ((1 << symbol) - 1))
     numbers = [i for i in range(n, n + _count(bits) + 1) if i != place]

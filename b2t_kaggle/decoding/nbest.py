@@ -106,7 +106,7 @@ class _NBest(NamedTuple):
 def with_posteriors(
     hyps: Sequence[Hypothesis], # The n-best list of a trial
     temperature: float = 1.0,   # Divisor of the totals, such as the result of `cross_calibrate`
-    times: Callable[[str], np.ndarray] | None = None, # Begin and end of a sentence's words [n_words, 2] in ms
+    times: Callable[[str], np.ndarray] | None = None, # Start and end of each word of a sentence [n_words, 2] in ms
 ) -> list[Hypothesis]:          # Equal to those given
     """The same hypotheses as a list: each has a `posterior`, and with `times` its `words`.
 
@@ -154,7 +154,7 @@ def _to_line(hyps: Sequence[Hypothesis]) -> str:
     return f'{line[:end]}, "crc32": {_crc32(line)}{line[end:]}\n'
 
 def write_nbest(path: str | Path, nbest: Iterable[Sequence[Hypothesis]]) -> None:
-    "Write n-best lists, whole or not at all."
+    "Write n-best lists to a file, atomically."
     write_whole(path, ''.join(map(_to_line, nbest)))
 
 _TYPES = dict(text=str, n_words=int, n_tokens=int) # Others are numbers

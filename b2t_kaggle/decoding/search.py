@@ -354,7 +354,7 @@ def _end_words(frame, model, state):
     n = count.n_hyps
     sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    # The most that a word can add without a boost, since log-probabilities are at most 0
+    # The maximum that a word can add without a boost, since log-probabilities are at most 0
     most = sil + options.word_score + ahead
     _expect_words(model, state, frame.bound - most)
     for i in range(count.n_hyps):
@@ -529,7 +529,7 @@ def _best_of(candidates, start, end, top):
 
 @_jit
 def _search_frame(scores, model, state):
-    "One frame; returns whether it is done, or else leaves the hypotheses as they were."
+    "Search one frame; returns whether that succeeded, or else leaves the hypotheses unchanged."
     trie, options = model.trie, model.options
     candidates, count = state.candidates, state.counters[0]
     n_entries = count.n_entries
@@ -575,9 +575,9 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
     "The best distinct texts, by their hashes: word ids, concatenated, where each begins, and their scores."
     heap = [(-scores[i], starts[i], 0) for i in range(len(starts))]
     heapq.heapify(heap)
-    # Ends of sentences, first the empty one
+    # Suffixes of sentences, beginning with the empty one
     word = [-1] # The first word
-    rest = [-1] # The end that follows it
+    rest = [-1] # The suffix that follows it
     text = [0]  # Hash of the words
     power = [1] # The hash's base to the power of their number
     seen = {(starts[0] + 1, 1)} # Typed by its first item

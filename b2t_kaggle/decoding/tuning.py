@@ -151,7 +151,7 @@ class _Searches:
     "Searches of the same trials at points of a grid, their pools, and the errors at all points of the grid."
     def __init__(self, decoder: LexiconBeamDecoder, log_probs: Sequence[np.ndarray], references: Sequence[str],
                  grid: Grid, n_jobs: int, start: Point):
-        # An LLM inside the search would take its time in each of many searches: weights are tuned without it
+        # An LLM inside the search would slow down each of many searches, so weights are tuned without it
         self.decoder = decoder.with_options(fusion=None, nbest=_NBEST)
         self.log_probs = log_probs
         self.references = references
@@ -186,7 +186,7 @@ class _Searches:
         self.table[i] = self.pools[i].winner_errors(self.grid)
 
     def choose(self, parts: Sequence[np.ndarray], bar) -> list[Point]:
-        "The best point for each part of the trials: the best points are searched until all of them have been."
+        "The best point for each part of the trials; searches the best points until all of them have been searched."
         s, lm, b, w = self.table.shape[1:]
         for point in dict.fromkeys([self.start, *((k*s//4, k*lm//4, b//2, self.start[3]) for k in (1, 3))]):
             if point not in self.edits: self.add(point)
@@ -252,7 +252,7 @@ def reason_not_to_tune(cfg: DecodeConfig, n_trials: int) -> str:
     return ''
 
 def write_tuning(path: str | Path, tuning: Tuning) -> None:
-    "Write a result, whole or not at all."
+    "Write the result of tuning to a file, atomically."
     write_whole(path, json.dumps(asdict(tuning)))
 
 def read_tuning(path: str | Path) -> Tuning:

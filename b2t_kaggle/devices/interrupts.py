@@ -41,7 +41,7 @@ def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
 _GONE = errno.EPIPE, errno.EIO # A pipe without a reader, and a terminal that was closed
 
 def _lead_nowhere(stream: Any) -> None:
-    "Discard what is written to a stream from now on."
+    "Discard all later output to a stream."
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

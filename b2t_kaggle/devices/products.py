@@ -63,7 +63,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 def products_with(weight: Tensor, n_rows: int) -> Callable[[Tensor], Tensor]:
-    "`x` `[N, I]` to `x @ weight.T`, for many products with one weight, which is put in order once."
+    "A function from `x` `[N, I]` to `x @ weight.T`, for many products; the weight is reordered only once."
     if _pays(weight, n_rows, (torch.float32, torch.bfloat16)):
         packed = torch.ops.mkldnn._reorder_linear_weight(_dense(weight), n_rows)
         return lambda x: _multiply(x, packed)

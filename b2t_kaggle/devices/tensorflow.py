@@ -103,7 +103,7 @@ def plan_tensorflow(d: Detected, accelerator: str = 'auto', precision: str = 'au
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c016
 def tensorflow_address(d: Detected, address: str | None = None) -> str:
-    "Address by which `TPUClusterResolver` finds the TPU; empty if nothing, neither argument nor machine, names one."
+    "Address by which `TPUClusterResolver` finds the TPU; empty if neither the argument nor the machine names one."
     if address or d.tpu is None: return address or ''
     has_one_host = ',' not in d.variables.get('TPU_WORKER_HOSTNAMES', '')
     return 'local' if d.tpu.hardware and has_one_host else d.variables.get('TPU_NAME', 'local')

@@ -365,7 +365,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         for old in (output, *output.parent.glob(f'{output.name}.*.part')): shutil.rmtree(old, ignore_errors=True)
         self.client.push_kernel(self._write_notebook(made))
         self.pushed.add(kernel)
-        time.sleep(POLL) # Until then the state may be that of an earlier version
+        time.sleep(POLL) # Until then an earlier version's state may be reported
         _wait_for(lambda: self.client.kernel_state(kernel)[0] is not None, kernel)
 
     inputs = ', '.join([COMPETITION, *notebook.datasets, *notebook.kernels])

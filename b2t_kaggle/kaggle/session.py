@@ -81,7 +81,7 @@ def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str
     return paths[0] if paths else None
 
 def _has_model(run: Path) -> bool:
-    "Whether a run has a model to decode, or log-probabilities of one that is not attached; others are to continue."
+    "Whether a run has a model to decode, or log-probabilities of one that is not attached; other runs must continue."
     if (run/'train').is_dir() or not (run/'logits').is_dir(): return (run/'train').is_dir()
     checkpoint = _in_config(run, 'infer', 'checkpoint')
     return not (checkpoint and Path(checkpoint).exists())
@@ -337,7 +337,7 @@ def prepare_submission(
     inputs = _begin(input_dir, run_dir, hours).only(models)
     problems: list[str] = []
     recordings = _find_one(inputs.recordings, 'the recordings', '', problems)
-    model_run = next(filter(_has_model, inputs.runs), None) # Its data are those of the submission
+    model_run = next(filter(_has_model, inputs.runs), None) # Its data are also used for the submission
     if not recordings and not (model_run and is_simulated(model_run)):
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
     earlier = _find_one([run for run in inputs.runs if not _has_model(run)], 'the run to continue', '', problems)

@@ -39,7 +39,7 @@ class Image:
 
     @classmethod
     def read(cls, name: str, python: str | None = None) -> 'Image':
-        "An image of `images.yaml`. Its versions are unknown for another Python. Raises `ValueError` for other names."
+        "An image of `images.yaml`. Its versions are unknown for another Python. Raises `ValueError` for unknown names."
         images = yaml.safe_load(resources.files('b2t_kaggle.kaggle').joinpath('images.yaml').read_text())
         if name not in images: raise ValueError(f'image {name!r} is unknown; choose one of {", ".join(images)}')
         image = cls(name, **images[name])
@@ -107,7 +107,7 @@ _EPOCH = '315532800' # 1980, the first year that an archive can name
 PURE = SIMULATION['pronouncing'] # PyPI has no wheel of it
 
 def build_kit(folder: Path, checkout: Path = Path(b2t_kaggle.__file__).parents[1]) -> Path:
-    "Write the wheel of the kit from a checkout, by default the one that runs. Raises `ValueError` for another folder."
+    "Write the wheel of the kit from a checkout, by default the running one. Raises `ValueError` for other folders."
     if not (checkout/'settings.ini').exists():
         raise ValueError(f'{checkout} is not a checkout of the kit (it has no settings.ini)')
     with scratch_folder() as source:

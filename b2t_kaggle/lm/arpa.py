@@ -68,7 +68,7 @@ class ArpaReader:
         with _open_arpa(self.path) as f: yield from self._read_sections(f)
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
-        "Raise `ArpaError` for a line, by default the one that was read last."
+        "Raise `ArpaError` for a line, by default the last line read."
         raise ArpaError(f'{self.path}: line {line or self.line}: {problem}')
 
     def _fail_to_find(self, expected: str, text: str) -> NoReturn:
@@ -134,7 +134,7 @@ def write_arpa(
     counts: list[int],      # n-grams per order
     grams: Iterable[Grams], # The n-grams, in pieces of any size, low orders first
 ) -> None:
-    "Write an ARPA file. Raises `ValueError` for n-grams other than `counts`, `files.WriteError` without room."
+    "Write an ARPA file. Raises `ValueError` if `counts` are wrong, `files.WriteError` if the disk is full."
     counts = [*counts, *[0]*(2 - len(counts))] # KenLM needs at least a bigram model
     written = [0]*len(counts)
     with atomic_path(path) as scratch, open_text(scratch, 'wt') as f:
@@ -357,7 +357,7 @@ def read_counts(
     with _open_arpa(reader.path) as f: reader._read_counts(f)
     return reader.counts
 
-_FEW_LINES = 250      # Lines read between two looks at their size
+_FEW_LINES = 250      # Lines read between two checks of their size
 _MANY_BYTES = 1 << 24 # Stop reading lines after so many bytes
 
 def _next_lines(f: BinaryIO, n: int) -> list[bytes]:

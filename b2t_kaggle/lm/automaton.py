@@ -189,7 +189,7 @@ def _state_of(arcs, ids, begin):
 
 @_jit
 def _suffix_of(arcs, ids):
-    "The state of the longest n-gram that `ids` ends in and that is there; a single word always is."
+    "The state of the longest existing n-gram at the end of `ids`; a single word always exists."
     for begin in range(1, len(ids) - 1):
         state = _state_of(arcs, ids, begin)
         if state >= 0: return state
@@ -307,7 +307,7 @@ def _key(path: Path) -> bytes:
     return hashlib.sha256(secret + f'{content_hashes([path])[0]} {_VERSION}'.encode()).digest()
 
 def _write_cache(path: Path, key: bytes, facts: dict, arrays: dict[str, np.ndarray]) -> None:
-    "Write a line of JSON, the arrays and a checksum, whole or not at all."
+    "Write a line of JSON, the arrays and a checksum to a file, atomically."
     line = json.dumps(facts | {'lengths': {name: len(a) for name, a in arrays.items()}}).encode()
     line = line.ljust((len(line) + 64)//64*64 - 1) + b'\n'
     parts: list[bytes | memoryview] = [line, *(a.view(np.uint8).data for a in arrays.values())]
@@ -366,7 +366,7 @@ def load_ngram(
 ) -> Automaton | NGram:
     """The model of a file, in the form that is searched fastest: `Automaton` for an ARPA file, `NGram` for a binary.
 
-    Both have `score`, `word_scores`, `in`, `order` and `path`. Raises what their `load` raises."""
+    Both have `score`, `word_scores`, `in`, `order` and `path`. Raises the errors of their `load`."""
     return Automaton.load(path) if is_arpa(path) else NGram.load(path)
 
 # %% ../../nbs/lm/09_automaton.ipynb #c042

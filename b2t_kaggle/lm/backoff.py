@@ -179,7 +179,7 @@ def prune_ngram(
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')
     model = renormalize(from_arpa(read_arpa(path), path=path))
     keep = [np.expm1(cost) >= threshold for cost in _removal_costs(model)]
-    for n in reversed(range(1, len(keep))): # An n-gram with which a longer one that stays begins or ends stays
+    for n in reversed(range(1, len(keep))): # Keep n-grams at the beginning or end of longer n-grams that are kept
         longer = model.tables[n]
         keep[n - 1][longer.key[keep[n]]//len(model.words)] = True
         keep[n - 1][longer.suffix[keep[n]]] = True

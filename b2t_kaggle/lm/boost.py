@@ -152,7 +152,7 @@ def _in_advance(bonuses: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...
     return dict(sorted(held.items(), key=lambda item: len(item[0])))
 
 def _ends(words: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-    "All ends of words, the longest first; the last one is empty."
+    "All suffixes of a word sequence, the longest first; the last one is empty."
     return (words[i:] for i in range(len(words) + 1))
 
 def phrase_automaton(

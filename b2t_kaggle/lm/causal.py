@@ -42,7 +42,7 @@ from b2t_kaggle.lm.llm import (
 def score_sentences(
     model: torch.nn.Module,     # A causal language model from transformers, PEFT's included
     tokenizer,                  # Tokenizer of the model
-    sentences: Sequence[str],   # Texts, scored as they are [N]
+    sentences: Sequence[str],   # Texts, scored without changes [N]
     context: str | Sequence[str] = '', # Text before all sentences, or before each [N]; not part of the probability
     end: bool = False,          # Whether to score the end of the sentence (`eos_token`)
     n_nodes: int = 512,         # Distinct beginnings computed at once
@@ -105,7 +105,7 @@ def torch_dtype(
     name: str,   # `float32`, `bfloat16`, `float16`, or `auto`: suits the device
     device: str, # Where the model computes
 ) -> torch.dtype:
-    "A type by its name. Raises `LanguageModelError` for another name."
+    "A dtype by its name. Raises `LanguageModelError` for an unknown name."
     if name == 'auto':
         if not device.startswith('cuda'): name = 'float32'
         else: name = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
@@ -287,7 +287,7 @@ _STARTS: WeakKeyDictionary = WeakKeyDictionary() # Tokenizer -> tokens before ev
 def start_tokens(
     tokenizer,  # A transformers tokenizer
 ) -> list[int]: # Token ids
-    """Unscored tokens before a text: those of `choose_start`, the tokenizer's own first ones, else its `bos_token`,
+    """Unscored tokens before a text: from `choose_start`, the tokenizer's own first ones, else its `bos_token`,
     `eos_token`, or nothing."""
     if tokenizer in _STARTS: return _STARTS[tokenizer][0]
     whole = tokenizer('a', add_special_tokens=True).input_ids
@@ -352,7 +352,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
     Sequences with a common beginning stay together."""
     batch = []
     size = 0      # Nodes of the batch's tree
-    previous = () # Nodes of the sequence before
+    previous = () # Nodes of the previous sequence
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i]):
         nodes = sequences[i][:-1]
         new = len(nodes) - len(os.path.commonprefix([previous, nodes]))
@@ -449,7 +449,7 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
 
 # %% ../../nbs/lm/03_causal.ipynb #c044
 class Capabilities(NamedTuple):
-    "Abilities of a model besides computing rows as a whole."
+    "Capabilities of a model besides computing whole rows."
     separate_head: bool  # The head alone turns states into logits
     tree_attention: bool # A prefix tree gets the scores of its sentences as rows
 
@@ -467,7 +467,7 @@ def _has_separate_head(model, ids: np.ndarray) -> bool:
     return torch.allclose(logits, whole, rtol=1e-4, atol=1e-5*whole.nan_to_num(0, 0, 0).abs().max().item())
 
 def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_head: bool) -> bool:
-    "Whether a tree's scores are near those of rows, compared with a causal mask that ignores the tree."
+    "Whether a tree's scores are near the scores of rows, compared with a causal mask that ignores the tree."
     tree = prefix_tree(sequences, 1)
     rows = _row_scores(model, sequences, 1, separate_head)
     def difference(visible):
@@ -479,7 +479,7 @@ def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_he
 def capabilities(
     model: torch.nn.Module, # A causal language model from transformers
 ) -> Capabilities:
-    "Abilities of a model, tried once; warns if it is slow because it cannot compute trees."
+    "Capabilities of a model, tested once; warns if it is slow because it cannot compute trees."
     if model not in _CAPABILITIES:
         n_tokens = model.get_input_embeddings().num_embeddings
         sequences = [tuple(t % n_tokens for t in s) for s in ((1, 2, 3, 4), (1, 2, 5, 3, 6), (1, 7, 3, 4, 2, 6))]

@@ -78,7 +78,7 @@ def _split_sentences(line: str) -> list[str]:
 _LINK = re.compile(r'(?:https?|www)\S+|(?<!\S)\S+@\S+|[#@]\S+|\b\w+://\S+|(?<!\w\.)\b(?:\w+\.)+\w{2,}')
 
 def _double_link(m: re.Match) -> str:
-    "The letters and digits of a link, twice; numbers such as 3.14, #1 and 3.5kg stay."
+    "Write a link's letters and digits twice, as an unknown word; numbers such as 3.14, #1 and 3.5kg stay."
     return m[0] if re.fullmatch(r'#?[\d.,]*\d[a-zA-Z]*|\W+', m[0]) else re.sub(r'\W', '', m[0])*2
 
 def _unquote(text: str) -> str:

@@ -52,8 +52,8 @@ class TrainingState:
 def finetune(
     model: torch.nn.Module,   # A causal language model from transformers; gets LoRA layers
     tokenizer,                # Tokenizer of the model
-    sentences: Sequence[str], # Transcripts, as they are to be scored
-    folder: str | Path,       # Folder for the adapter; the file to continue from is beside it
+    sentences: Sequence[str], # Transcripts, in the form that will be scored
+    folder: str | Path,       # Folder for the adapter; the file to continue from is next to it
     epochs: int = 3,          # Times that each sentence is seen
     batch_size: int = 16,     # Sentences in a step
     *,
@@ -127,7 +127,7 @@ def save_adapter(
     model,              # A model of PEFT
     folder: str | Path, # Replaced if it exists
 ) -> None:
-    "Write the adapter's folder whole or not at all. Raises `files.WriteError` if it cannot be written."
+    "Write the adapter's folder atomically. Raises `files.WriteError` if it cannot be written."
     with replaced_folder(folder) as new:
         model.save_pretrained(new, save_embedding_layers=False) # Otherwise it would look for a config.json of the base
 
@@ -147,7 +147,7 @@ def model_mark(
 # %% ../../nbs/lm/04_finetune.ipynb #c020
 @patch
 def save(self: TrainingState, step: int) -> None:
-    "Write the file, whole or not at all, unless it was written a short time ago."
+    "Write the file atomically, unless it was written a short time ago."
     if time.monotonic() - self.saved <= self.every: return
     state = dict(marks=self.marks, step=step, weights=self.weights, optimizer=self.optimizer.state_dict(),
                  rng=torch.get_rng_state(),
@@ -194,7 +194,7 @@ def _batches(n: int, epochs: int, batch_size: int) -> list[list[int]]:
     return [order[a:b] for a, b in zip(bounds, bounds[1:])]
 
 # %% ../../nbs/lm/04_finetune.ipynb #c025
-_TREE_TOKENS = 512  # Attention of longer batches is faster by rows
+_TREE_TOKENS = 512  # Longer batches are faster as rows than as a tree
 
 def _train_step(model, optimizer, sequences, n_given: int, can: Capabilities, step: str) -> float:
     "One step; returns the loss; raises `LanguageModelError` if it or its gradient is not finite."

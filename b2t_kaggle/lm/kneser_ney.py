@@ -40,7 +40,7 @@ class CountTable(NamedTuple):
     count: np.ndarray   # Occurrences in the text
 
 def _words_before(tokens: np.ndarray, most: int) -> np.ndarray:
-    "Number of words of its sentence before each word, `<s>` counted and `most` at most [N] uint16."
+    "Number of words before each word in its sentence, including `<s>`, at most `most` [N] uint16."
     before = np.zeros(len(tokens), np.uint16)
     for _ in range(most): before[1:] = np.where(tokens[1:] == BOS, 0, np.minimum(before[:-1], most - 1) + 1)
     return before

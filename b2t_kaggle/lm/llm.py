@@ -120,7 +120,7 @@ _BYTES = dict(float32=4, bfloat16=2, float16=2)
 _QUANTIZED = dict(eight_bit=1., four_bit=0.52) # Bytes of a weight in a matrix; 4-bit weights also have scales
 
 def _count_weights(config) -> tuple[int, int]:
-    "Weights in the matrices of the layers, and all rest, of a model and the models in it."
+    "Number of weights in the layers' matrices, and of all other weights, including models inside the model."
     def get(*names): return next((v for name in names if (v := getattr(config, name, None))), 0)
     hidden = get('hidden_size')
     layers = get('num_hidden_layers') + get('decoder_layers') # Both halves of Whisper
@@ -161,7 +161,7 @@ def check_memory(
     config,                    # Configuration of a model, in transformers
     dtype: str = 'float32',    # `float32`, `bfloat16` or `float16`
     option: str | None = None, # `eight_bit`, `four_bit`, or None
-    device: str = 'cpu',       # Device that is to hold the weights
+    device: str = 'cpu',       # Device for the weights
 ) -> None:
     "Raise `LanguageModelError` if the weights do not fit into free memory. Quantized models always pass."
     free = free_memory(device)

@@ -112,7 +112,7 @@ class NGram:
 
 # %% ../../nbs/lm/07_ngram.ipynb #c009
 def _long_enough(sentences: Iterable[str], order: int) -> Iterator[str]:
-    "Pass sentences on; at their end raise `ValueError` if they hold no n-gram of that order."
+    "Yield the sentences; after the last one raise `ValueError` if none is long enough for that order."
     longest = 0
     for s in sentences:
         longest = max(longest, s.count(' ') + 1)
@@ -139,7 +139,7 @@ def build_ngram(
 
     Warns if the text is too small to estimate discounts, so that `FALLBACK_DISCOUNTS` are used. Raises `ValueError`
     for an empty text or impossible parameters, `FileNotFoundError` for a missing text or program, `RuntimeError` if
-    lmplz fails. The smoothing is that of Chen and Goodman (1998)."""
+    lmplz fails. Smoothing follows Chen and Goodman (1998)."""
     if order < 1: raise ValueError(f'order is {order}; expected 1 or more')
     prune = list(prune)[:order]
     if not prune or prune != sorted(prune) or prune[0] < 0:
@@ -235,5 +235,5 @@ def context_gain(
     lm: LanguageModel,  # n-gram model
     alone: Frequencies, # Frequencies of the same model
 ) -> float:
-    "Nats per word by which words are more probable in context than alone."
+    "Gain in nats per word from the context of each word."
     return (lm.score(text, bos=False, eos=False) - alone(text))/max(1, len(text.split()))

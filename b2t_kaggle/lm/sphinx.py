@@ -67,7 +67,7 @@ def import_sphinx(
     source: str | Path,   # Model, wheel of pocketsphinx, or a folder with either
     out_path: str | Path, # ARPA file to write; .gz is compressed
 ) -> SphinxModel:
-    "Write a language model of CMU Sphinx as an ARPA file, and its licence beside it as `NAME.LICENSE`."
+    "Write a language model of CMU Sphinx as an ARPA file, and its licence next to it as `NAME.LICENSE`."
     model = read_sphinx(source)
     out_path = Path(out_path)
     words, grams = model.arpa

@@ -46,7 +46,7 @@ def total(counts: Iterable[ErrorCounts]) -> ErrorCounts:
     "The sum of counts; zero for an empty list."
     return ErrorCounts(*map(sum, zip(ErrorCounts(), *counts)))
 
-IN_SAMPLE = '(tuned on these sentences)' # Mark after a rate that is too good for this reason
+IN_SAMPLE = '(tuned on these sentences)' # Mark after a rate that is too optimistic for this reason
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c009
 def hundredths(

@@ -52,12 +52,12 @@ def results_of(
     return table.drop(columns=[c for c in table if table[c].isna().all()])
 
 def write_results(path: str | Path, results: pd.DataFrame) -> None:
-    "Write a line of JSON for each trial, whole or not at all."
+    "Write a line of JSON for each trial to a file, atomically."
     rows = results.reset_index().to_dict('records')
     write_whole(path, ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
 
 def read_results(path: str | Path) -> pd.DataFrame:
-    "The results in a file of `write_results`; raises a `ValueError` that names the file and the wrong line."
+    "Read a file that `write_results` wrote; raises a `ValueError` that names the file and the wrong line."
     rows = []
     for i, line in enumerate(split_lines(read_text(path)), 1):
         try: row = parse_json(line)

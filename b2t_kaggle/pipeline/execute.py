@@ -53,7 +53,7 @@ def _forwarded_interrupt(manager: Any) -> Iterator[tuple[dict, list]]:
         for kernel in kernels:
             pid = getattr(kernel.provisioner, 'pid', None)
             with suppress(ProcessLookupError): # It has ended
-                if pid is not None: os.killpg(pid, signal.SIGINT) # A kernel leads a group of its own
+                if pid is not None: os.killpg(pid, signal.SIGINT) # A kernel leads a separate process group
         line = f'Asked to end ({signal.Signals(number).name}): waiting for what can be saved'
         if number == signal.SIGINT: line = 'Ctrl-C: waiting for what can be saved; another one ends it at once'
         with suppress(OSError): os.write(2, f'\n{line}\n'.encode())

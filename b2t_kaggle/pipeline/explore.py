@@ -153,7 +153,7 @@ def write_errors(
     run: OpenRun,
     before: OpenRun | None = None, # Another run on the same trials, to see which of them this one fixed or broke
 ) -> Path: # `errors.html` in the run's folder, or `errors_since_NAME.html`
-    "Write the page of a decoded run's errors. Raises `PipelineError` without log-probabilities of val."
+    "Write the page of a decoded run's errors. Raises `PipelineError` if val has no log-probabilities."
     return _write_page(run, f'errors_since_{before.name}' if before else 'errors', error_data(run, None, before))
 
 def _write_page(run: OpenRun, name: str, shown: dict) -> Path:

@@ -121,7 +121,7 @@ def convert(
     target: str | Path,        # File or folder to write; the table above says in which format
     cfg: Config | None = None, # Configuration of the model to fill from another implementation's file
 ) -> Path:
-    """Write a trained model in another format, whole or not at all. Raises `CheckpointError` for a file that cannot be
+    """Write a trained model in another format, atomically. Raises `CheckpointError` for a file that cannot be
     read, or a model that the target's format lacks, `ValueError` for a name with another ending."""
     target = Path(target)
     to_tensorflow = target.name.endswith(_TENSORFLOW)

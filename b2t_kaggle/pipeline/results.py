@@ -69,7 +69,7 @@ def write_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypo
     return paths
 
 def write_all_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypothesis]]]) -> list[Path]:
-    "Write the n-best lists of a stage, by split, in the run's own format and in the one that all systems share."
+    "Write the n-best lists of a stage, by split, in the run's own format and in the format that all systems share."
     for split, lists in nbest.items(): write_nbest(run.nbest_path(split, stage), lists)
     return [*(run.nbest_path(split, stage) for split in nbest), *write_lists(run, stage, nbest)]
 
@@ -99,7 +99,7 @@ RESULTS = 'results_val.jsonl' # File in a run's folder that its report writes
 def run_results(run: Run) -> pd.DataFrame:
     """Hypotheses of a decoded run for val, and the truth, as `comparison.results_of`, without instructions.
 
-    Raises `PipelineError` without log-probabilities of val."""
+    Raises `PipelineError` if val has no log-probabilities."""
     nbest, val, logits = run.nbest('val'), run.trials('val'), run.log_probs('val')
     blocks = read_blocks(run.cfg.report.blocks) if run.cfg.report.blocks else {}
     def phonemes(class_ids): return ' '.join(PHONEMES[k] for k in class_ids)

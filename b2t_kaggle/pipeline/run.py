@@ -92,7 +92,7 @@ class Run:
         self.plugin = Path(self.origin['plugin']) if 'plugin' in self.origin else None # Only `--plugin` executes it
         # The preset that the configuration started from; if the run did not note it, the one for such data
         self.base_preset = self.origin.get('preset') or ('official' if self.cfg.data.dataset_dir else 'demo')
-        # The checkpoint that `infer` loads, and the n-gram model: those that are configured, or the run's own
+        # The checkpoint that `infer` loads, and the n-gram model, as configured or the run's own
         self.checkpoint = self.cfg.infer.checkpoint or self.dir/'train'/BEST[self.cfg.train.framework]
         self.lm_path = self.cfg.lm.path or self.dir/'lm'/'lm.arpa'
         # Suffix of word error rates on val: n-gram models that are mixed have weights that were tuned on its text
@@ -219,7 +219,7 @@ def checkpoint_for(self: Run, split: str) -> Path:
 
 @patch
 def logits(self: Run, split: str) -> Path:
-    "LogitStore that is decoded: the model's, or the one that the stage `ensemble` made."
+    "LogitStore to decode, written by the model or by the stage `ensemble`."
     return self.dir/('ensemble' if self.cfg.infer.logits else 'logits')/f'{split}.arrow'
 
 @patch
@@ -245,7 +245,7 @@ def nbest_path(self: Run, split: str, stage: str | None = None) -> Path:
 
 @patch
 def nbest(self: Run, split: str, stage: str | None = None) -> list[list]:
-    "N-best lists, by default those of the submission. Raises `PipelineError` without log-probabilities of a split."
+    "N-best lists, by default the submission's. Raises `PipelineError` if a split has no log-probabilities."
     if split not in self.splits:
         raise PipelineError(f'{self.dir}: no log-probabilities of {split}; give a LogitStore of it to infer.logits')
     from b2t_kaggle.decoding.nbest import read_nbest

@@ -63,7 +63,7 @@ def _sample_points(ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # %% ../../nbs/pipeline/12_sweep.ipynb #c007
 class Sweep:
-    "A study of Optuna, whose points are runs beside a common one."
+    "A study of Optuna, whose points are runs next to a common one."
     def __init__(self,
         run: Run,                 # Run with the common values
         ranges: dict[str, Any],   # Distributions by full name, from `ranges_of`

@@ -64,7 +64,7 @@ class Adapter:
         label: np.ndarray,     # Pseudo-label of the trial `[S]`
         step: int,             # Number of the trial, from which all randomness follows
     ) -> str | None:
-        "Take a step and return None, or leave the weights as they are and return the reason."
+        "Take a step and return None, or leave the weights unchanged and return the reason."
         options = self.options
         shortest = self.cfg.model.n_frames(len(x) - max(self.cfg.augment.random_cut - 1, 0))
         if reason := label_problem(label, log_probs, shortest, options.adapt_gate): return reason
@@ -190,7 +190,7 @@ def infer_adapted(
     *,
     progress: bool = True,     # Show a progress bar
 ) -> LogitStore:
-    """Log-probabilities of a model that adapts, written whole or not at all; `learned` in their provenance counts the
+    """Log-probabilities of a model that adapts, written atomically; `learned` in their provenance counts the
     trials that it learned from. Raises `CheckpointError`, or `TrainingError` if model, trials or device do not fit."""
     model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)

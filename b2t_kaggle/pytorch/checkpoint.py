@@ -147,8 +147,8 @@ def weights_file(
 def load_with_facts(
     path: str | Path, # Our file, the official `checkpoint` folder, or the folder that holds it
 ) -> tuple[Encoder, Config, dict]:
-    """A model in evaluation mode, its configuration, whose `data.sessions` are its days in order, and what else the
-    file says. Raises `CheckpointError`."""
+    """A model in evaluation mode, its configuration, whose `data.sessions` are its days in order, and all other
+    contents of the file. Raises `CheckpointError`."""
     path = weights_file(path)
     content = load_file(path)
     if 'model_state_dict' not in content:

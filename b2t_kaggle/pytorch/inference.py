@@ -77,7 +77,7 @@ def logits_of(
     trials: Sequence[int] | None = None, # Indices of the trials; None means all
     args: Callable[[np.ndarray], dict] | None = None, # Further model inputs for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
-    """Batches, whose features are those that the model reads, logits `[B, T', K]`, float32, on the device, or whatever
+    """Batches with the features that the model reads, logits `[B, T', K]`, float32, on the device, or whatever
     `args` make of them, and frames `[B]`."""
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
@@ -187,7 +187,7 @@ def infer(
     progress: bool = True,      # Show a progress bar
     smoothing: str = 'same',    # `same`, or `valid` as in the official evaluation
 ) -> LogitStore:
-    """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, also
+    """Log-probabilities of all trials of `store`, written to `path` atomically. Raises `CheckpointError`, also
     for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""
     model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)

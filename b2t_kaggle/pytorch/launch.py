@@ -44,8 +44,8 @@ def train_of(
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
-    """Train as the job says, as one of the processes that `torchrun` started. The first one writes the result, or each
-    the reason why it failed."""
+    """Train as the job says, in one of the processes that `torchrun` started. The first process writes the result; a
+    process that fails writes the reason."""
     end_with_parent()
     job = Path(job)
     error = job.with_name('error')
@@ -61,10 +61,10 @@ def work(
             result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
     except KeyboardInterrupt as e:
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
-        raise SystemExit(130) from None # Who started it says what is saved
+        raise SystemExit(130) from None # The process that started it reports what is saved
     except (ValueError, RuntimeError, OSError) as e:
         is_lost = isinstance(e, DistError) or 'gloo' in str(e)
-        if is_lost: time.sleep(2) # A process that failed writes why
+        if is_lost: time.sleep(2) # A process that failed is writing its reason
         if error.exists(): raise SystemExit(1) from None # It follows from the first one
         reason = str(e)
         if is_lost:
@@ -81,7 +81,7 @@ def work(
 def several_machines(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> bool:
-    "Whether other machines train with this one. Raises `TrainingError` where the first one is not named."
+    "Whether other machines train with this one. Raises `TrainingError` if the first machine is not named."
     if environ.get('PET_NNODES', '1') == '1': return False
     if {'PET_MASTER_ADDR', 'PET_RDZV_ENDPOINT'} & set(environ): return True
     raise TrainingError(f'PET_NNODES={environ["PET_NNODES"]} says that several machines train together; also set '

@@ -166,7 +166,7 @@ def sliced_windows(
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c032
 def _add_windows(grad: Tensor, n_bins: int, size: int, stride: int, n_features: int) -> Tensor:
-    "The gradient of one trial's bins `[n_bins, F]` from that of its windows `[T', size · F]`."
+    "The gradient of one trial's bins `[n_bins, F]` from its windows' gradient `[T', size · F]`."
     overlap = -(-size // stride)
     n_strides = max(len(grad) - 1 + overlap, -(-n_bins // stride))
     trial = grad.new_zeros(n_strides, stride * n_features)

@@ -100,7 +100,7 @@ class BatchLoader:
         x = put(b.features)
         if self.on_device:
             x = self.on_device.gather(x)
-            if self.cfg.train.accumulate > 1: self.backend.end_step()  # Gathering is a program of its own
+            if self.cfg.train.accumulate > 1: self.backend.end_step()  # Gathering is a separate program
         return MicroBatch(b, x, put(b.day), put(b.labels), lengths(b.n_bins), lengths(b.n_labels))
 
 # %% ../../nbs/pytorch/10_on_device.ipynb #c010

@@ -28,7 +28,7 @@ from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c006
 class Backend:
-    "A device, and how a trainer uses it. The defaults are those of one process with one device."
+    "A device, and how a trainer uses it. The defaults fit one process with one device."
     n_devices = 1         # Devices that share a batch
     world_size = 1        # Processes
     rank = 0              # Number of this process
@@ -38,7 +38,7 @@ class Backend:
         # All GPUs are found, one is used
         self.device = replace(device, n_devices=1) if device.kind == 'cuda' else device
         self.torch_device = torch.device(device.kind)
-        # Steps between looks at their results: each look makes the host wait for the device
+        # Steps between checks of their results; each check makes the host wait for the device
         self.sync_every = 1 if device.kind == 'cpu' else 10
         self.scaler = None # Scales the loss in float16
         # cuDNN's GRU layers and convolutions would round their input to 10 bits (TF32) on cards that can
@@ -48,7 +48,7 @@ class Backend:
 
     @property
     def is_main_process(self) -> bool:
-        "Whether this process prints and writes: the one of rank 0."
+        "Whether this process prints and writes; only rank 0 does."
         return self.rank == 0
 
     def put(self, array: np.ndarray) -> Tensor:
@@ -81,7 +81,7 @@ class SingleDevice(Backend): "One CPU or one GPU."
 # %% ../../nbs/pytorch/08_parallel.ipynb #c013
 @patch
 def lengths(self: Backend, array: np.ndarray) -> Tensor:
-    "Lengths `[B]` as model and loss want them: on the host, unless a compiler must not see them."
+    "Lengths `[B]` as model and loss need them: on the host, unless a compiler must not see them."
     return torch.from_numpy(array)
 
 @patch
@@ -173,7 +173,7 @@ class DDP(Backend):
 
     def place(self, model):
         device_ids = [self.torch_device] if self.device.kind == 'cuda' else None
-        # Gradients are parts of what is sent, so they are not copied
+        # Gradients are views of the send buffer, so they are not copied
         return nn.parallel.DistributedDataParallel(model.to(self.torch_device), device_ids=device_ids,
                                                    gradient_as_bucket_view=True)
 

@@ -36,7 +36,7 @@ class Program:
         places |= {m: ('state', i) for i, m in enumerate(library._get_tensors_handle([t.detach() for t in state]))}
         values = [t.detach() for t in state]
         for t in values: library._set_buffer_donation(t, True)
-        for t in state: t.data = t.detach().clone()  # Other tensors, of the same memory, which the step changes
+        for t in state: t.data = t.detach().clone()  # New tensors on the same memory, which the step changes
         results = step()
         self.names = list(results)
         is_new = library._check_tensor_need_materialization([t.detach() for t in state])

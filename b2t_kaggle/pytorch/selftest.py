@@ -156,7 +156,7 @@ def _outputs(t: Trainer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate([logits[i] for i in trials]), values, gradient
 
 def encoder(bench: Bench, cfg: Config | None = None) -> Iterator[Finding]:
-    "Forward and backward pass of a model, the official GRU, in each precision, beside the processor in float32."
+    "Forward and backward pass of a model, the official GRU, in each precision, compared with the processor in float32."
     cfg = cfg or bench.config(still=True)
     expected = _outputs(bench.on_processor(with_overrides(cfg, {'train.accumulate': bench.rows})))
     for precision in bench.precisions:
@@ -167,7 +167,7 @@ def encoder(bench: Bench, cfg: Config | None = None) -> Iterator[Finding]:
 
 # %% ../../nbs/pytorch/19_selftest.ipynb #c018
 def finish(t: Trainer) -> None:
-    "Wait until the device has computed what it was given."
+    "Wait until the device has finished all pending work."
     t.backend.end_step()
     if t.backend.device.kind == 'cuda': torch.cuda.synchronize()
     if t.backend.device.kind == 'xla':
@@ -175,7 +175,7 @@ def finish(t: Trainer) -> None:
         wait_device_ops()
 
 def seconds_a_step(t: Trainer, n: int, n_warm: int = 3) -> float:
-    "Median of some steps, with their time to wait for batches."
+    "Median time of a training step in seconds, including the wait for its batch."
     times = [time.perf_counter()]
     for micro_batches, days in t.loader.batches(range(t.step, t.step + n_warm + n)):
         result = t.train_step(micro_batches, days)
@@ -191,7 +191,7 @@ def step(bench: Bench) -> Iterator[Finding]:
     yield Finding(what, 1e3*seconds_a_step(bench.trainer(cfg), 5 if bench.small else 20), 'ms a step')
 
 def resume(bench: Bench) -> Iterator[Finding]:
-    "A run that is dropped after three steps and continued from its checkpoint, beside two that are not."
+    "A run that is stopped after three steps and continued from its checkpoint, and two uninterrupted runs."
     cfg = bench.config()
     first, second, dropped = (bench.trainer(cfg) for _ in range(3))
     for t in first, second: take(t, 6)

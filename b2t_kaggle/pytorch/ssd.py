@@ -51,7 +51,7 @@ def _carry(made: Tensor, totals: Tensor, state: Tensor | None) -> tuple[Tensor, 
 
 # %% ../../nbs/pytorch/15_ssd.ipynb #c014
 class _ChunkWeights(torch.autograd.Function):
-    "Weight of each frame in each other, of the type of the scores."
+    "Weight of each frame in the output of each other frame, in the dtype of the scores."
     @staticmethod
     def forward(ctx, scores, fine, coarse):
         between = _differences(fine, coarse).exp_()
@@ -70,9 +70,9 @@ class _ChunkWeights(torch.autograd.Function):
 # %% ../../nbs/pytorch/15_ssd.ipynb #c017
 def ssd(
     x: Tensor,          # Input of each head `[S, T, H, P]`
-    log_decay: Tensor,  # Log of what the state is multiplied by before a frame is added, ≤ 0, float32 `[S, T, H]`
+    log_decay: Tensor,  # Log of the state's decay factor before a frame is added, ≤ 0, float32 `[S, T, H]`
     b: Tensor,          # Directions in which a frame is added `[S, T, N]`
-    c: Tensor,          # Directions in which the state is read `[S, T, N]`
+    c: Tensor,          # Read-out vectors of the state, C `[S, T, N]`
     chunk_size: int = 64, # Frames per chunk; changes time and memory, not the result
     state: Tensor | None = None, # State before the first frame `[S, N, H, P]`; None means zeros
 ) -> tuple[Tensor, Tensor]:

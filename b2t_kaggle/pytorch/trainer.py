@@ -48,7 +48,7 @@ from b2t_kaggle.training.recipe import (
 
 # %% ../../nbs/pytorch/12_trainer.ipynb #c010
 class Trainer(interface.Trainer):
-    "A model in training, with its batches, its optimiser and what it has reached."
+    "A model in training, with its batches, its optimiser and its progress."
     framework = 'pytorch'
     measures_terms = True # Whether validation measures the terms of the loss
 
@@ -142,10 +142,10 @@ def gradients(self: Trainer, micro_batches: list[MicroBatch]) -> list[dict[str, 
 @patch
 def add_gradients(self: Trainer,
     micro_batch: MicroBatch, # Rows of this process
-    place: int,              # Number of this micro-batch among those of all processes
+    place: int,              # Index of this micro-batch among the micro-batches of all processes
     accumulation_steps: int, # Micro-batches that each process computes in this step
 ) -> dict[str, Tensor]:
-    "Add the gradients of the mean loss to those of the batch; returns `loss` `[B]` and its terms by name."
+    "Add the gradients of the mean loss to the batch's gradients; returns `loss` `[B]` and its terms by name."
     backend = self.backend
     seed, dropout_seed = self.seeds(place)
     scalars = backend.scalars(**self.numbers(seed))

@@ -81,7 +81,7 @@ class Hypotheses:
     entries: dict[str, list[Entry]] = field(default_factory=dict)
 
     def add(self,
-        trial: Trial, # Facts, which complete those of earlier calls
+        trial: Trial, # Facts, added to facts from earlier calls
         entries: Iterable[Entry] = (),
     ) -> None:
         "Add entries of a trial; raises `ValueError` if facts contradict each other."
@@ -120,7 +120,7 @@ def write_hypotheses(
     path: str | Path, # JSON Lines file to write
     hypotheses: Hypotheses,
 ) -> None:
-    "Write a line for each hypothesis, whole or not at all; unknown values are left out."
+    "Write a line for each hypothesis to a file, atomically; unknown values are left out."
     lines = []
     for trial, entries in hypotheses.entries.items():
         for e in entries:
@@ -208,8 +208,8 @@ def read_sources_together(
     files: Sequence[tuple[str, Path]], # Names of sources, and their files
     runs: Collection[str],             # Names of the sources that are runs
 ) -> Hypotheses:
-    """The hypotheses of files and runs together. Runs of one name and encoder, as Kaggle's, which are all called run,
-    are models of one system, each named by its source. Raises as `read_hypotheses` does."""
+    """The hypotheses of files and runs together. Runs with the same name and encoder (on Kaggle all are called `run`)
+    count as models of one system, each named after its source. Raises as `read_hypotheses` does."""
     by_source = [(source, read_hypotheses(path)) for source, path in files]
     owners = Counter(voter for source, read in by_source if source in runs for voter in read.voters)
     if all(n == 1 for n in owners.values()): return read_hypotheses(*(path for _, path in files)) # Errors name lines

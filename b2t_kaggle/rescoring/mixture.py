@@ -80,7 +80,7 @@ class Weights:
 def configured_weights(
     cfg: RescoreConfig, # The run's `rescore` group
 ) -> Weights:
-    "The weights of a configuration: the start of tuning, or what is used without it."
+    "The weights of a configuration, used without tuning or as its starting point."
     return Weights(cfg.acoustic_scale, cfg.alpha, length_penalty=cfg.length_penalty)
 
 def ngram_per_word(
@@ -116,7 +116,7 @@ def write_weights(
     path: str | Path, # JSON file to write
     weights: Weights,
 ) -> None:
-    "Write weights, whole or not at all; a gate that is always open is null."
+    "Write weights to a file, atomically; a gate that is always open is null."
     values = asdict(weights)
     if weights.gate == -np.inf: values['gate'] = None
     write_whole(path, json.dumps(values, indent=1))
@@ -163,7 +163,7 @@ def _envelope(slope: np.ndarray, intercept: np.ndarray, errors: np.ndarray, low:
 # %% ../../nbs/rescoring/00_mixture.ipynb #c022
 def line_search(
     slopes: Sequence[np.ndarray],     # Growth of each hypothesis' total with the weight, for each trial [n]
-    intercepts: Sequence[np.ndarray], # Totals where the weight is 0, for each trial [n]
+    intercepts: Sequence[np.ndarray], # Totals at weight 0, for each trial [n]
     errors: Sequence[np.ndarray],     # Word errors of each hypothesis, for each trial [n]
     low: float, high: float,          # Between these
 ) -> Steps:
@@ -233,7 +233,7 @@ def refined(self: _TrialScores, w: Weights) -> tuple[int, Weights]:
 
 @patch
 def search(self: _TrialScores, start: Weights) -> Weights:
-    "The weights with the fewest errors, from a grid and the start; its gate stays."
+    "The weights with the fewest errors, from a grid and the start; the start's gate is kept."
     grid = [replace(start, acoustic_scale=s, alpha=a, word_score=0.)
             for s in (0.1, 0.2, 0.4, 0.8) for a in (0., 0.25, 0.5, 0.75, 1.)]
     points = sorted((start, *grid), key=lambda w: self.winner_errors(w).sum())[:3]
@@ -321,7 +321,7 @@ def score_nbest(
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c043
 def _take_turns(todo: Mapping[str, Sequence[int]]) -> list[tuple[str, list[int]]]:
-    "Split and a few trials of each part, in an order in which all splits progress alike."
+    "Parts of a few trials, each with its split, in an order in which all splits progress at the same rate."
     parts = [(i/len(trials), split, list(trials[i:i + _TRIALS_AT_ONCE]))
              for split, trials in todo.items() for i in range(0, len(trials), _TRIALS_AT_ONCE)]
     return [(split, part) for _, split, part in sorted(parts)]

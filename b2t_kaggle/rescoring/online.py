@@ -51,7 +51,7 @@ class LLMRescorer:
         context: str,            # Text before the sentence
         settings: Settings,      # Settings, which the client may have changed
     ) -> list[tuple[Hypothesis, float]]: # Hypotheses with the mixture as their total and their LLM score, best first
-        "Rank candidates; raises a `ValueError` that names one whose score is not a number."
+        "Rank candidates; raises a `ValueError` that names a candidate whose score is not a number."
         hyps = augment_nbest(nbest, settings.top_candidates_to_augment, settings.score_penalty_percent, self.lm)
         weights = replace(self.weights, acoustic_scale=settings.mixture_scale, alpha=settings.alpha,
                           length_penalty=settings.length_penalty)

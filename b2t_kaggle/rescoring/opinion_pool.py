@@ -43,7 +43,7 @@ class Opinions:
     def __init__(self,
         hypotheses: Hypotheses,
         voters: Sequence[Voter],          # Voters that count
-        lm: LanguageModel | None = None,  # The kit's n-gram, such as `load_ngram`'s
+        lm: LanguageModel | None = None,  # The kit's n-gram model, such as one from `load_ngram`
         llm: Mapping[str, float] | None = None, # Scores from `llm_scores`
     ):
         self.voters = list(voters)
@@ -209,7 +209,7 @@ class OpinionPool:
     "Weights of kinds of systems and of language models, fitted on trials with references."
     voters: tuple[Voter, ...]
     coefficients: dict[str, float]  # Coefficient of each feature that all kinds share
-    deviations: dict[Kind, float]   # Deviation of each kind from what all share
+    deviations: dict[Kind, float]   # Deviation of each kind from the shared weight
     certainty: tuple[float, float]  # Constant and slope over the pool's log odds: log odds that a sentence is right
 
     @property
@@ -225,7 +225,7 @@ class OpinionPool:
     ) -> list[Combined]:                        # One for each trial
         """The sentence of each trial; unknown voters do not count.
 
-        Raises `ValueError` if no voter is known, or the language models are not those of the fit."""
+        Raises `ValueError` if no voter is known, or the language models differ from the fitted ones."""
         voters = hypotheses.voters
         if voters and not set(voters) & set(self.voters):
             raise ValueError(f'no voter was learned: found {voters[0]} and others, expected {self.voters[0]} …; '

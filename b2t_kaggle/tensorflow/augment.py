@@ -14,7 +14,7 @@ from ..training.recipe import smoothing_kernel
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c006
 def trial_seeds(seed: int, step: int, n: int) -> np.ndarray:
-    "A seed for each of n trials of a batch, int32 `[n, 2]`, unrelated to those of other trials and steps."
+    "A seed for each of n trials of a batch, int32 `[n, 2]`, independent of other trials and steps."
     return np.random.SeedSequence([seed, step, 1]).generate_state(2 * n).view(np.int32).reshape(n, 2)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c009

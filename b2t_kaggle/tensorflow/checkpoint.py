@@ -41,7 +41,7 @@ def _crc_of_texts(texts: Mapping[str, str]) -> int:
     return zlib.crc32(''.join(texts[k] for k in sorted(texts)).encode())
 
 def _write(path: str | Path, model: NamedModel, values: dict, optimizer: Mapping) -> None:
-    "A model, the optimiser's arrays and JSON values, whole or not at all."
+    "Write a model, the optimiser's arrays and JSON values to a file, atomically."
     texts = {k: json.dumps(v, default=float) for k, v in (values | dict(weights=_contents(model))).items()}
     memory = _Memory() # HDF5 ends the process if it cannot write to a disk
     model.save_weights(memory)
@@ -121,7 +121,7 @@ def load_state(model: NamedModel, path: str | Path) -> None:
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c019
 def save_best(path: str | Path, model: Encoder, cfg: Config, metrics: Mapping) -> None:
-    "Write a model, its configuration with `data.sessions`, and JSON values of its validation, whole or not at all."
+    "Write a model, its configuration with `data.sessions`, and JSON values of its validation, atomically."
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)), {})
 
 def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Config]:
@@ -157,7 +157,7 @@ def save_last(
     optimizer: Mapping[str, Mapping[str, np.ndarray]], # Arrays `[…]` of the optimiser by variable and name
     run: Mapping,       # JSON values of the trainer
 ) -> None:
-    "Write everything that a run needs to continue, whole or not at all."
+    "Write everything that a run needs to continue, atomically."
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), optimizer)
 
 def load_last(path: str | Path) -> dict:

@@ -6,7 +6,7 @@
 __all__ = ['alignment', 'ctc_loss']
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c003
-from .layers import tf  # which says what to install where it is missing
+from .layers import tf  # its error says what to install if it is missing
 from .recurrence import scan
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c011

@@ -71,7 +71,7 @@ class Strategy:
     def close(self) -> None: "There is no other process to leave."
 
 def start(accelerator: str = 'auto', precision: str = 'auto') -> Strategy:
-    "All devices of the accelerator, with TensorFlow set to the precision. Raises `DeviceError`."
+    "Prepare all devices of the accelerator, and set TensorFlow's precision. Raises `DeviceError`."
     device = pick_tensorflow(accelerator, precision)
     configure_mixed_precision(device)
     return Strategy(device, create_tpu_strategy(accelerator=accelerator, device=device))

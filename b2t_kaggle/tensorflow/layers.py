@@ -56,7 +56,7 @@ def trial_random(kind: str, shape: tuple[int, ...], seeds: tf.Tensor, site: int)
 # %% ../../nbs/tensorflow/00_layers.ipynb #c015
 def dropout(x: tf.Tensor, p: float, seeds: tf.Tensor | None, site: int) -> tf.Tensor:
     """Zeros at random in `[B, …]`, by a seed of each trial `[B, 2]`, the rest scaled so that the expectation stays;
-    `p` is rounded to a multiple of 1/65536. Raises `ValueError` without seeds."""
+    `p` is rounded to a multiple of 1/65536. Raises `ValueError` if seeds are missing."""
     if p == 0: return x
     if seeds is None: raise ValueError('seeds is None, but dropout draws from a seed per trial; give int32 [B, 2]')
     n = math.prod(x.shape[1:])
@@ -72,7 +72,7 @@ def dropout(x: tf.Tensor, p: float, seeds: tf.Tensor | None, site: int) -> tf.Te
 # %% ../../nbs/tensorflow/00_layers.ipynb #c018
 @tf.custom_gradient
 def pick_days(stacked, day_idx):
-    "Each trial's own parameters `[B, …]` of those of all days `[D, …]`; their gradient is dense."
+    "Select each trial's parameters `[B, …]` from the parameters of all days `[D, …]`; the gradient is dense."
     def backward(grad): return tf.math.unsorted_segment_sum(grad, day_idx, stacked.shape[0]), None
     return tf.gather(stacked, day_idx), backward
 

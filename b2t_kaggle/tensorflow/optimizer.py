@@ -97,7 +97,7 @@ class LossScaler:
         return {name: grad * (1 / self.factor) for name, grad in grads.items()}
 
     def update(self, usable: tf.Tensor) -> None:
-        "Set the scale of the next step; `usable` `[]`: whether this one was taken."
+        "Set the scale of the next step; `usable` `[]` tells whether this step was taken."
         n_good = tf.where(usable, self.n_good + 1, 0.)
         grows = n_good == SCALE_INTERVAL
         factor = self.factor * tf.where(usable, tf.where(grows, 2., 1.), .5)

@@ -82,7 +82,7 @@ def recurrence(gates, h0, recurrent, bias):
     return h, backward
 
 def gru_layer(
-    x: tf.Tensor,         # Input `[B, T, I]`; its type is that of the products
+    x: tf.Tensor,         # Input `[B, T, I]`; products are computed in its dtype
     h0: tf.Tensor,        # Initial state `[B, H]`, float32 or wider, which is the result's type
     kernel: tf.Tensor,    # `[I, 3H]`, gates in Keras' order z, r, n
     recurrent: tf.Tensor, # `[H, 3H]`

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['summarize', 'BestTracker', 'History', 'read_history', 'plot_history']
 
-# %% ../../nbs/training/03_history.ipynb #c
+# %% ../../nbs/training/03_history.ipynb #c002
 import math
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ..core.reading import ReadError
 from ..data.sessions import participant_of
 from ..metrics import percent
 
-# %% ../../nbs/training/03_history.ipynb #c
+# %% ../../nbs/training/03_history.ipynb #c005
 def summarize(
     table: pd.DataFrame, # A row per trial: session, loss (CTC's), edits, n_labels; terms of the loss, and their `total`
     ctc_reduction: str = 'trial', # Mean loss per `trial`, or per `label`: the mean over trials of each trial's mean
@@ -37,7 +37,7 @@ def summarize(
     metrics = dict(val_loss=means.pop('val_total'), val_per=val_per, sessions=rates('session')) | means
     return metrics | (dict(participants=participants) if len(participants) > 1 else {})
 
-# %% ../../nbs/training/03_history.ipynb #c
+# %% ../../nbs/training/03_history.ipynb #c008
 def _rank(metrics: dict) -> tuple[float, float]:
     return metrics.get('val_wer', metrics['val_per']), metrics['val_loss']
 
@@ -60,7 +60,7 @@ class BestTracker:
         converged = cfg.early_stopping and self.bad_evals >= cfg.early_stopping_val_steps
         return 'early stopping' if converged else None
 
-# %% ../../nbs/training/03_history.ipynb #c
+# %% ../../nbs/training/03_history.ipynb #c011
 _COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Columns of every history
 
 class History:
@@ -120,7 +120,7 @@ def read_history(path: str | Path) -> pd.DataFrame:
     except (ValueError, KeyError) as e: problem = str(e)
     raise ReadError(f'{path}: damaged ({problem}), expected training curves; remove it')
 
-# %% ../../nbs/training/03_history.ipynb #c
+# %% ../../nbs/training/03_history.ipynb #c014
 _LABELS = dict(consistency='KL divergence of two views', answer='cross entropy of answers', ctc='CTC',
                align='distance to targets', contrast='InfoNCE')
 

@@ -65,7 +65,7 @@ class Trainer:
     "A model in training, and what it has reached; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
     is_main_process = True
-    sync_every = 1            # Steps between looks at their results: each look makes the host wait for the device
+    sync_every = 1            # Steps between checks of their results; each check makes the host wait for the device
     device = ''               # Name of the device
     trials_on_device = False  # Whether the device's memory holds the training trials
     scaler: Any = None        # Scaler of the loss in float16, with the methods of `torch.amp.GradScaler`
@@ -103,7 +103,7 @@ class Trainer:
         raise NotImplementedError
 
     def read_model(self, path: Path) -> Mapping:
-        "Read a saved model; returns what its file holds beside the weights. Raises `CheckpointError`."
+        "Read a saved model; returns the file's contents besides the weights. Raises `CheckpointError`."
         raise NotImplementedError
 
     def n_parameters(self) -> int:
@@ -147,7 +147,7 @@ _SAVED = dict(fingerprint=dict, step=int, seconds=int | float, best=dict, bad_ev
 
 @patch
 def state(self: Trainer) -> dict:
-    "State of the run beside the weights and the optimiser, as plain values, from which it continues."
+    "State of the run besides the weights and the optimiser, as plain values, from which it continues."
     state = dict(fingerprint=self.fingerprint, device=self.device, step=self.step, seconds=self.seconds,
                  best=self.best.metrics, bad_evals=self.best.bad_evals, n_skipped=self.n_skipped)
     if self.refit_from is not None: state['refit_from'] = self.refit_from

@@ -52,7 +52,7 @@ def learning_rates(step: int, cfg: TrainConfig) -> dict[str, float]:
 
 # %% ../../nbs/training/00_recipe.ipynb #c009
 def averaging_rate(step: int, cfg: TrainConfig) -> float | None:
-    """Rate of the average after a step, `average += rate · (weights − average)`: that of an exponential average with a
+    """Rate of the average after a step, `average += rate · (weights − average)`: for an exponential average with a
     warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None if there is no average."""
     if cfg.weight_average is None: return None
     if cfg.weight_average == 'ema': return 1 - min(cfg.ema_decay, (1 + step) / (10 + step))
@@ -78,7 +78,7 @@ def group_of(
 ) -> tuple[str, float]:
     "Learning rate of a parameter with AdamW, `model` or `day`, and its weight decay."
     if model.is_per_day(name): return 'day', cfg.weight_decay_day
-    if is_per_participant(name): return 'day', 0. # Maps that begin as the identity, as those of days do
+    if is_per_participant(name): return 'day', 0. # Maps that begin as the identity, like day layers
     return 'model', cfg.weight_decay if model.decays(name, parameter) else 0.
 
 # %% ../../nbs/training/00_recipe.ipynb #c018

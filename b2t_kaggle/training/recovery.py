@@ -24,7 +24,7 @@ from .recipe import TrainingError
 class Checkpoints:
     "The checkpoints and curves of a training run, in one folder."
     def __init__(self,
-        trainer: Trainer, # Has the weights and knows what was reached
+        trainer: Trainer, # Holds the weights and the progress of training
         history: History, # Curves, written with each checkpoint
         budget: Budget,   # Measures saves and validations
         out: Path,        # Folder of the training
@@ -38,7 +38,7 @@ class Checkpoints:
 
     def save(self, is_best: bool) -> None:
         """Write the best model if it is new, the refitted one at the end, the curves, and the state from which the run
-        continues, in this order. The first state precedes the models: a model without one belongs to another run."""
+        continues, in this order. The first state is saved before any model: a model without one is another run's."""
         t = self.trainer
         is_first = not self.last.exists()
         if is_first: self._save_state()
@@ -60,7 +60,7 @@ def checkpoint_bytes(n_parameters: int, cfg: Config) -> dict[str, int]:
 
 @patch
 def check_space(self: Checkpoints) -> None:
-    "Raise `WriteError` in all processes without room for the checkpoints; an old one stays until the new is complete."
+    "Raise `WriteError` in all processes if the checkpoints do not fit on the disk; old ones stay until replaced."
     t = self.trainer
     sizes = checkpoint_bytes(t.n_parameters(), t.cfg)
     written = sum(path.exists()*sizes[k] for k, path in (('best', self.best), ('last', self.last)))
@@ -101,7 +101,7 @@ def _chosen(metrics) -> dict: return {k: metrics.get(k) for k in ('step', 'val_p
 
 @patch
 def verify(self: Checkpoints) -> None:
-    "Read models back, and rebuild each that is lost or is another. Raises `TrainingError` if that is impossible."
+    "Read models back, and rebuild each that is lost or replaced. Raises `TrainingError` if that is impossible."
     t = self.trainer
     if t.best.metrics.get('step'):
         figures = self._figures(self.best)

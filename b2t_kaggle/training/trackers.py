@@ -84,7 +84,7 @@ class WandbTracker:
         import wandb
         mode = _wandb_mode()
         file = run.folder/'trackers.json' # Has the id under which the run continues
-        # Offline each part is a run of its own: `wandb sync` would replace what another part of the same id has sent
+        # Offline each part is a separate run: `wandb sync` would replace data that another part of the same id sent
         continues = run.step and mode != 'offline' and file.exists()
         run_id = json.loads(file.read_text())['wandb'] if continues else None
         self.run = wandb.init(project=os.environ.get('WANDB_PROJECT') or 'b2t_kaggle', name=run.name, group=run.name,

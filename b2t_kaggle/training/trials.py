@@ -21,7 +21,7 @@ from .recipe import TrainingError, smoothing_margins
 def bucket_lengths(
     store: TrialStore,   # The trials
     cfg: Config,         # The run's configuration
-    static_shapes: bool, # Whether a compiler wants few lengths
+    static_shapes: bool, # Whether a compiler needs few lengths
     longest: np.ndarray | None = None, # Lengths whose padding counts `[n]`; None for all trials
 ) -> list[int]:
     "Buckets for `Batcher`: `data.n_buckets` of them, or every length that a trial needs."
@@ -37,7 +37,7 @@ def _unalignable(store: TrialStore, cfg: Config, cut: int = 0) -> np.ndarray:
     return (frames < needed) | (frames < 1)
 
 def name_trials(store: TrialStore, indices) -> str:
-    "Names of trials, by which a person finds them in the session files."
+    "Names of trials, for finding them in the session files."
     rows = store.index.iloc[list(indices)]
     return '; '.join(f'{r.session} block {r.block} trial {r.trial} ({r.key})' for r in rows.itertuples())
 
@@ -47,7 +47,7 @@ def usable_trials(
     cfg: Config,         # The run's configuration
     verbose: bool = True, # Whether to list the trials that are left out; one of several processes does
 ) -> np.ndarray:
-    "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` without any."
+    "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` if none."
     left_out = _unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         warnings.warn(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '

@@ -168,7 +168,7 @@ def register_encoder(
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c017
 def parse_encoder(
-    values: Any, # A mapping, with or without `name`; an `EncoderConfig` is returned as it is
+    values: Any, # A mapping, with or without `name`; an `EncoderConfig` is returned unchanged
 ) -> EncoderConfig:
     "The `model` group from plain values. Raises pydantic's error of type `encoder` that names all wrong keys."
     if isinstance(values, Section): return cast(EncoderConfig, values) # A class of the package or of this notebook

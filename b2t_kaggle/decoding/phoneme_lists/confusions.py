@@ -127,7 +127,7 @@ class ExpectedWordErrors:
 
 # %% ../../../nbs/decoding/phoneme_lists/01_confusions.ipynb #c011
 def _margins(probs: np.ndarray, classes: np.ndarray, floor: float) -> np.ndarray:
-    "The feature `margin` of rows with these probabilities [N, 41] and classes [N]."
+    "Compute the feature `margin` of each row from its probabilities [N, 41] and class [N]."
     rows = np.arange(len(classes))
     rivals = probs.copy()
     rivals[rows, classes] = 0
@@ -299,7 +299,7 @@ def true_classes(network: Network, phonemes: Sequence[int]) -> tuple[np.ndarray,
 
 _PENALTY = {'bias': .01, 'tables': 1., 'trust': .3, 'likeness': .01, 'list': .01}
 
-# Penalty of the square of each weight, relative to that of a table
+# Penalty of the square of each weight, relative to a table's penalty
 PENALTIES = np.concatenate([np.full(math.prod(shape), _PENALTY[name]) for name, shape in _SHAPES.items()])
 
 def fit_classes(

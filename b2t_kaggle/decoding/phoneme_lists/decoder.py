@@ -59,14 +59,14 @@ class ConfusionModel:
     "Weights that `fit_confusions` learns."
     slots: np.ndarray         # Weights of the slots' classes [N_WEIGHTS]
     gaps: np.ndarray          # Weights of the gaps' classes [N_WEIGHTS]
-    lm_weight: float = 1.0    # Weight of the n-gram's score beside the network's
+    lm_weight: float = 1.0    # Weight of the n-gram's score relative to the network's
     word_score: float = 0.0   # Score added per word
     sharpness: float = 1.0    # A sentence's probability is proportional to exp(sharpness · total)
     learned: tuple[str, ...] = () # Hashes of the training trials
     ranking: RankingWeights | None = None # Weights of the sentences' scores, with an LLM
 
     def knows(self, lists: Sequence[PhonemeList]) -> bool:
-        "Whether it was trained on some of these trials, so that their error rate is too good."
+        "Whether it was trained on some of these trials, so that their error rate is too optimistic."
         return not set(self.learned).isdisjoint(map(_hash, lists))
 
     def changed(self, change: np.ndarray) -> 'ConfusionModel':
@@ -111,7 +111,7 @@ def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> lis
 
 def decode_lists(
     lists: Sequence[PhonemeList],
-    lexicon: Lexicon,        # Lexicon by `b2t_kaggle.phonemes.build_lexicon`, best with variants=False
+    lexicon: Lexicon,        # From `b2t_kaggle.phonemes.build_lexicon`, preferably with variants=False
     lm: NGram | Automaton,
     model: ConfusionModel,   # Result of `fit_confusions`
     beam: int = _BEAM,       # Hypotheses kept per frame

@@ -50,7 +50,7 @@ class Settings:
     nbest: int            # Candidates of a trial
     alpha: float          # Share of the LLM in the language model scores
     do_opt: int           # Whether an LLM scores the candidates: 0 or 1
-    mixture_scale: float  # Weight of the acoustic score beside the LLM's; a client's acoustic_scale sets both
+    mixture_scale: float  # Weight of the acoustic score against the LLM's; a client's acoustic_scale sets both
     length_penalty: float = 0.0           # Subtracted from the LLM's score for each token
     top_candidates_to_augment: int = 20   # Number of candidates that exchange words to make more for the LLM
     score_penalty_percent: float = 0.01   # Part by which such a candidate's score is worse than its parents' mean

@@ -24,12 +24,12 @@ def _feeds(writer: Stage, reader: Stage) -> bool:
     return a.kind != b.kind or (a.place, writer.name) < (b.place, reader.name)
 
 def _feeding(stage: Stage, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
-    "Stages that write what a stage reads, in the order in which it names that."
+    "Stages that write the inputs of a stage, in the order in which it lists its inputs."
     return [s.name for kind in stage.reads_with(cfg) for s in stages.values()
             if s.writes.kind == kind and _feeds(s, stage)]
 
 def _in_order(names, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
-    "These stages and all that they need, each after those that it needs."
+    "These stages and all stages that they need, each after its prerequisites."
     order: list[str] = []
     def visit(name: str) -> None:
         if name in order or name not in stages: return
@@ -73,7 +73,7 @@ def list_stage(cfg: Config, before: str | None = None) -> str:
             and (before is None or name in needs_of(before, cfg))][-1]
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c022
-PLUGIN_VARIABLE = 'B2T_PLUGIN' # The plugin that this process and those that it starts execute
+PLUGIN_VARIABLE = 'B2T_PLUGIN' # The plugin that this process and its child processes execute
 
 def use_plugin(path: str | Path) -> Path:
     "Execute a plugin, and add its stages; returns its absolute path. Raises `ConfigError`."
@@ -90,7 +90,7 @@ if os.environ.get(PLUGIN_VARIABLE): use_plugin(os.environ[PLUGIN_VARIABLE])
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c025
 def notebook_path(name: str) -> Path:
-    "The notebook of a stage, of the installed package or of this checkout. Raises `PipelineError` without one."
+    "The notebook of a stage, in the installed package or this checkout. Raises `PipelineError` if it does not exist."
     package = Path(b2t_kaggle.__file__).parent
     for folder in package/'notebooks', package.parent/'nbs'/'stages':
         for path in folder.glob(f'[0-9]*_{name}.ipynb'): return path

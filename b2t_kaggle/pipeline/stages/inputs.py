@@ -26,7 +26,7 @@ def sessions_in(folder: Path, folders: list[Path], sessions: list[str] | None) -
     return sessions if sessions is None or len(folders) == 1 else [s for s in sessions if (folder/s).is_dir()]
 
 def session_files(folder: Path) -> list[Path]:
-    "HDF5 files of all sessions. Raises `PipelineError` without the folder."
+    "HDF5 files of all sessions. Raises `PipelineError` if the folder is missing."
     if not folder.is_dir():
         raise PipelineError(f'data.dataset_dir = {folder} is not a folder; name the one that holds the t15.* sessions, '
                             'with --data')

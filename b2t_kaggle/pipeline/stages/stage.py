@@ -44,7 +44,7 @@ class Result:
 
 # %% ../../../nbs/pipeline/stages/00_stage.ipynb #c008
 class Stage:
-    "One step of a run. A stage overrides what differs from the defaults here; `cfg` is the run's configuration."
+    "One step of a run. A stage overrides these defaults where it differs; `cfg` is the run's configuration."
     does: str                    # One line for help and tables
     config: tuple[str, ...] = () # Groups (`model`) or keys (`data.dtype`) that change its result
     reads: tuple[str, ...] = ()  # Kinds of artefacts

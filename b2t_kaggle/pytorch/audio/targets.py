@@ -81,7 +81,7 @@ def build_targets(
     batch_size: int = 8,      # Sentences that the tower encodes at once
     progress: bool = True,    # Show a progress bar
 ) -> TargetStore:
-    """The target of each distinct sentence in one file. Keeps existing targets and those of an interrupted call. Raises
+    """The target of each distinct sentence in one file. Keeps existing targets, also from an interrupted call. Raises
     `AudioError` for a file of another voice or tower, or a sentence that cannot be spoken or encoded."""
     path = Path(path)
     parts = path.with_name(path.name + '.parts')

@@ -209,7 +209,7 @@ def add_participants(self: Encoder, sessions: Sequence[str]) -> None:
 
 @patch
 def by_participant(self: Encoder, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Tensor:
-    """A participant's features `[B, T, at most F]` in terms of the model's `[B, T, F]`. Features that only augmentation
+    """Map a participant's features `[B, T, at most F]` to the model's `[B, T, F]`. Features that only augmentation
     added are removed. Without `model.participants` the features are returned unchanged."""
     if not self.cfg.participants: return x
     participant = self.participant_of_day.index_select(0, day_idx)

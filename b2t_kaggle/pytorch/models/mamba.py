@@ -40,7 +40,7 @@ class MambaLayer(nn.Module):
 
     def forward(self,
         x: Tensor, # Frames `[B, T', n_units]`
-        inside: Tensor | None = None, # False in the padding, as each direction reads it `[G, B, T', 1]`; None without
+        inside: Tensor | None = None, # False in the padding, in reading order `[G, B, T', 1]`; None without padding
         state: tuple[Tensor, Tensor] | None = None, # State after the previous frames, see `mix`
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         "Frames `[B, T', n_units]`, and the state after them."

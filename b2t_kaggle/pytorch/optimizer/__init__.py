@@ -39,7 +39,7 @@ class DayScaledAdam(RunOptimizer):
     def step(self, rates, days):
         for group in self.adam.param_groups:
             if not group['has_rows']: continue
-            device = group['params'][0].device # A compiler gets the days as they are, a mask
+            device = group['params'][0].device # A compiler gets the days unchanged, as a mask
             group['rows'] = days if isinstance(days, Tensor) else \
                 torch.from_numpy(np.unique(days)).long().to(device, non_blocking=True)
         super().step(rates, days)

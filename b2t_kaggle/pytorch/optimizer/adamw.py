@@ -76,7 +76,7 @@ class DayAdamW(RunOptimizer):
         "A parameter, or its rows, for `torch.optim.AdamW`, and their states."
         state = self.state[name]
         if not model.is_per_day(name): return [p], [dict(state, step=state['step'][0])]
-        # views: each shares its memory, and that of its state, with a row
+        # views: each shares its memory, and its state's memory, with a row
         rows = [nn.Parameter(row, requires_grad=p.requires_grad) for row in p.data]
         self.stacked[p] = rows
         return rows, [{k: v[i] for k, v in state.items()} for i in range(len(rows))]

@@ -93,7 +93,7 @@ class Balancer(nn.Module):
         self.prob = ScheduledFloat((0.0, 0.5), (8000.0, 0.125), default=0.4) if prob is None else prob
 
     def forward(self, x: Tensor) -> Tensor:
-        "Return `x` `[…, C, …]`. Raises `ValueError` for another number of channels."
+        "Return `x` `[…, C, …]`. Raises `ValueError` for a wrong number of channels."
         if x.shape[self.channel_dim] != self.num_channels:
             raise ValueError(f'Balancer got {list(x.shape)}, with {x.shape[self.channel_dim]} channels in dimension '
                              f'{self.channel_dim}; it was made for {self.num_channels}')

@@ -179,7 +179,7 @@ class Transformer(Encoder):
         return tf.where(is_attended, added, -np.inf)
 
     def decays(self, name: str, variable: keras.Variable) -> bool:
-        "Whether weight decay applies to a variable `[…]`: to matrices, not to biases, gains and those of distances."
+        "Whether weight decay applies to a variable `[…]`: to matrices, not to biases, gains and distance biases."
         return super().decays(name, variable) and name != 'positions.bias'
 
     def to_pytorch(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -49,7 +49,7 @@ def triple_loss(out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.T
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c015
 class TripleGRUDecoder(GRUEncoder):
-    "Features of a trial to logits per frame, read from what is left after a learned noise is subtracted."
+    "Features of a trial to logits per frame, after a learned noise is subtracted."
     Config = TripleGRUConfig
     cfg: TripleGRUConfig
     changing_args = 'grl_lambda',

@@ -116,7 +116,7 @@ def load_audio_model(
     device: str = 'cpu',    # Device of the weights
     unseen: str | None = None, # Purpose, as the end of a sentence, if it forbids a model that was trained on val
 ) -> tuple[AudioLLM, Config]:
-    "The model in evaluation mode, and its configuration. Raises `CheckpointError`, and what `load_audio_llm` does."
+    "The model in evaluation mode, and its configuration. Raises `CheckpointError`, and the errors of `load_audio_llm`."
     encoder, cfg, facts = load_with_facts(path)
     if unseen: check_unseen(facts, weights_file(path), unseen)
     if 'audio_state_dict' not in facts:

@@ -87,7 +87,7 @@ def save_memory(self: AudioLanguageModel) -> None:
 
 @patch
 def apply(self: AudioLanguageModel, change: Callable) -> None:
-    "Change all weights in place by a function, as `Module.to` does. Quantized weights stay as they are."
+    "Change all weights in place by a function, as `Module.to` does. Quantized weights stay unchanged."
     if self.is_quantized: return
     for module in (self.lm, self.projector): module._apply(change)
 

@@ -52,7 +52,7 @@ def load_audio_llm(
     return model
 
 def end_tokens(tokenizer, generation_config, name: str | Path) -> list[int]:
-    "Token ids at which an answer ends; training uses the first. Raises `AudioError` without an end token."
+    "Token ids at which an answer ends; training uses the first. Raises `AudioError` if there is no end token."
     ends = getattr(generation_config, 'eos_token_id', None)
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     ids = [i for i in dict.fromkeys(ends) if i is not None]

@@ -248,7 +248,7 @@ def load_training_state(self: AudioLLM, state: dict) -> None: self.acoustic.load
 
 @patch
 def checkpoint(self: AudioLLM) -> dict[str, dict[str, Tensor]]:
-    "Weights `[…]` of the acoustic model, and those that the audio LLM adds."
+    "Weights `[…]` of the acoustic model, and weights that the audio LLM adds."
     state = self.state_dict()
     acoustic = {k.removeprefix(self.inside): v for k, v in state.items() if k.startswith(self.inside)}
     added = {k: v for k, v in state.items() if not k.startswith(self.inside)}

@@ -168,7 +168,7 @@ class Zipformer2Encoder(nn.Module):
         warmup_begin: float,                   # Batches until the first layer's rate begins to fall
         warmup_end: float,                     # Batches until the last layer's rate has fallen
         initial_layerdrop_rate: float = 0.5,   # Share of trials that skip a layer at first
-        final_layerdrop_rate: float = 0.05,    # Share of trials that skip a layer in the end
+        final_layerdrop_rate: float = 0.05,    # Final share of trials that skip a layer
     ):
         super().__init__()
         self.encoder_pos = CompactRelPositionalEncoding(pos_dim, dropout_rate=0.15, length_factor=1.0)
