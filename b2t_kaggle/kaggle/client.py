@@ -294,6 +294,8 @@ def connect() -> Client:
     except ImportError as e:
         raise KaggleError(f"Kaggle's client is missing ({e}): pip install 'b2t_kaggle[kaggle]', or in a checkout "
                           '`./kit env kaggle`; `b2t kaggle go --print` names the steps without it') from None
+    except OSError as e:
+        raise KaggleError(f"Kaggle's client cannot make its folder ({e}); KAGGLE_CONFIG_DIR names another") from None
     api = KaggleApi()
     try:
         with redirect_stdout(io.StringIO()): ask('the owner of the token', api.authenticate)
