@@ -108,7 +108,7 @@ def stage_verbs(
     return {name: (modules.get(name, 'run'), does[0].upper() + does[1:]) for name, does in lines.items()}
 
 VERBS['Stages of a run'] = stage_verbs(Path(b2t_kaggle.__file__).parent/'pipeline'/'stages') | {
-    'ensemble': ('combine', 'Average several models, as a run of its own'),
+    'ensemble': ('combine', 'Average several models, as a separate run'),
     'lm': ('lm', 'N-gram model and lexicon; tools: lm get|build|mix')}
 
 # %% ../../nbs/cli/00_command.ipynb #c015
