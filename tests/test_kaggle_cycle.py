@@ -157,18 +157,26 @@ def test_the_commands_of_a_week(kaggle, b2t, tmp_path, monkeypatch):
     assert '"train.seed": 13' in body['text'].replace('\\', '')
 
 
+def ranked(**stamp): return SUBMISSION | {'run/stages/rescore.json': json.dumps(dict(key='k') | stamp)}
+
+
+def test_the_sentences_of_the_n_gram_are_sent_if_the_llm_fails(kaggle, b2t):
+    kaggle.models.add('qwen-lm/qwen-3')
+    kaggle.files[f'{NAME}-submit-llm'] = ranked(metrics=dict(failed='no memory'), finished=False)
+    status, output = b2t(*LINE, '--llm', LLM)
+    assert status == 0 and 'The LLM failed (no memory): the sentences of the n-gram are sent' in output, output
+    assert len(kaggle.submissions) == 1 and f'{NAME}-submit-llm-2' not in kaggle.kernels
+    assert kaggle.submissions[0]['description'].endswith(', without the LLM, which failed')
+
+
 def test_an_llm_that_needs_several_runtimes(kaggle, b2t):
-    "Parts follow until all sentences are ranked; one that got no further is an error, as is an LLM that failed."
-    def ranked(**stamp): return SUBMISSION | {'run/stages/rescore.json': json.dumps(dict(key='k') | stamp)}
+    "Parts follow until all sentences are ranked; one that got no further is an error."
     kaggle.models.add('qwen-lm/qwen-3')
     first, second = f'{NAME}-submit-llm', f'{NAME}-submit-llm-2'
     kaggle.files[first] = kaggle.files[second] = ranked(metrics=dict(not_rescored=900), finished=False)
     line = (*LINE, '--llm', LLM)
     status, output = b2t(*line)
     assert status == 1 and 'got no further than the part before' in output and not kaggle.submissions, output
-    kaggle.files[second] = ranked(metrics=dict(failed='no memory'), finished=False)
-    status, output = b2t(*line, '--retry')
-    assert status == 1 and 'the LLM failed (no memory)' in output and not kaggle.submissions, output
     kaggle.files[second] = ranked(metrics={}, finished=True)
     assert b2t(*line, '--retry')[0] == 0
     assert kaggle.kernels[second][-1]['body']['kernelDataSources'] == [PARTS[1], first]

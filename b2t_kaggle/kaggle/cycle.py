@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMPETITION', 'POLL', 'Notebook', 'Plan', 'wheels_slug', 'read_plan', 'save_plan', 'Step', 'Cycle',
-           'training_problem', 'is_finished', 'unfinished_stages', 'submission_problem']
+           'training_problem', 'is_finished', 'unfinished_stages', 'llm_failure', 'submission_problem']
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c003
 import hashlib
@@ -186,7 +186,7 @@ class Cycle:
             outputs.append(output)
         self.csv = outputs[0]/'submission.csv'
         if len(outputs) > 1: yield self._vote(outputs)
-        if submit: yield self._send(runs)
+        if submit: yield self._send(runs, outputs)
 
     def _seed_steps(self, seed: int) -> Generator[Step, None, tuple[Path, Path]]:
         "The steps of a training and its submission; returns the run and the submission's output."
@@ -230,7 +230,12 @@ def unfinished_stages(folder: Path) -> dict[str, Any]:
     "Figures of the stages that ended before all trials were done, in the output of a submission."
     run = folder/'run'
     names = sorted(path.stem for path in (run/'stages').glob('*.json'))
-    return {name: in_stamp(run, name, 'metrics') for name in names if in_stamp(run, name, 'finished') is False}
+    return {name: in_stamp(run, name, 'metrics') for name in names
+            if in_stamp(run, name, 'finished') is False and not in_stamp(run, name, 'metrics', 'failed')}
+
+def llm_failure(folder: Path) -> str:
+    "The error of an LLM in the output of a submission, which then has the sentences of the n-gram, or empty."
+    return in_stamp(folder/'run', 'rescore', 'metrics', 'failed') or ''
 
 def submission_problem(folder: Path, before: Path | None = None) -> str:
     "The reason why the CSV in an output of `submit.ipynb` must not be sent, or empty."
@@ -242,8 +247,6 @@ def submission_problem(folder: Path, before: Path | None = None) -> str:
     except SubmissionError as e: return str(e)
     if not original.is_file() or sha256(path) != sha256(original): return f"{path}: differs from the run's, {original}"
     left = unfinished_stages(folder)
-    error = in_stamp(folder/'run', 'rescore', 'metrics', 'failed')
-    if error: return f'{folder}: the LLM failed ({printable(error)})'
     if before and left and left == unfinished_stages(before): return f'{folder}: got no further than the part before'
     return ''
 
@@ -443,13 +446,14 @@ def _vote(self: Cycle, outputs: list[Path]) -> Step:
                 [f'b2t combine-files {shlex.join(runs)} -o {shlex.quote(str(self.csv))}'])
 
 @patch
-def _send(self: Cycle, runs: list[Path]) -> Step:
+def _send(self: Cycle, runs: list[Path], outputs: list[Path]) -> Step:
     "Send the CSV, and find it again by its hash in the description."
     path, name = self.csv, self.plan.name.partition('/')[2]
 
     def description():
         unfinished = [run for run in runs if not is_finished(run)]
         note = f', unfinished training ({batches_done(unfinished[0]):,} batches)' if unfinished else ''
+        if any(map(llm_failure, outputs)): note += ', without the LLM, which failed'
         return f'{name} {sha256(path)[:8]}{note}'
 
     def sent(): return self.client.find_submission(COMPETITION, description())
@@ -462,6 +466,8 @@ def _send(self: Cycle, runs: list[Path]) -> Step:
                 f'{s.private_score or "none"}']
 
     def do():
+        for error in filter(None, map(llm_failure, outputs)):
+            _say(f'The LLM failed ({printable(error)}): the sentences of the n-gram are sent')
         if state() is None or self.retry and state() == 'ERROR':
             self.client.submit(COMPETITION, path, description())
         _wait_for(lambda: state() not in (None, 'PENDING'), f'submission {description()!r}')
