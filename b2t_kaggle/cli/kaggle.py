@@ -115,6 +115,9 @@ def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
                 raise click.BadParameter(f'--set {key}: {path} is on this machine; make it a dataset (`b2t kaggle '
                                          'dataset`), attach it with --lm or --llm, and give its path in /kaggle/input')
 
+_NO_LM = ('The n-gram is made of the transcripts of train alone. On the phoneme lists of a published system that has '
+          '15.6 % WER, and 10.6 % mixed with general English (guides/own_language_model).')
+
 def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
     "The dataset with an n-gram, and the public model or file of which it is made."
     if lm == 'none': return None, None
@@ -167,6 +170,7 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
     is_kept = before and not retry and before.python == python
     wheels = before.wheels if is_kept else f'{owner}/{wheels_slug(image.name, python)}'
     dataset, source = (None, None) if cfg.lm.path or cfg.lm.general else _ngram(lm, owner)
+    if lm == 'none': click.echo(_NO_LM, err=True)
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
     if owner != 'OWNER': save_plan(plan, folder, retry)
     cycle = Cycle(plan, folder, client, retry, unfinished)
