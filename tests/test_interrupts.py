@@ -32,6 +32,12 @@ def hang_up_is_heard():
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture(autouse=True)
+def bars_are_drawn(monkeypatch):
+    "Also into a pipe, in which they would write few lines: a test waits for the first steps."
+    monkeypatch.setenv('B2T_PIPED', '')
+
+
 @pytest.fixture(scope='module')
 def packed(tmp_path_factory):
     "The work folder of a run whose sessions are packed."

@@ -145,7 +145,7 @@ class _Main(LazyGroup):
         _open_streams()
         # Beside other work, threads that spin at OpenMP's barriers are many times slower; read when torch is imported
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
-        if not sys.stderr.isatty(): os.environ['B2T_PIPED'] = '1' # For `tqdm` of `core.messages`, also in stages
+        if not sys.stderr.isatty(): os.environ.setdefault('B2T_PIPED', '1') # For bars, also in stages
         try: return super().main(*args, **options)
         except OSError as e: # Help, or the last lines of a verb, could not be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python would fail again when it ends

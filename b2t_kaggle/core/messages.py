@@ -73,7 +73,7 @@ class _Log:
 def tqdm(items=None, desc=None, total=None, **options: Any) -> Any: # tqdm's arguments, and its bar
     "tqdm's progress bar; if `B2T_PIPED` is set it writes ten lines at most, or one a minute without a total."
     from tqdm import tqdm
-    if 'B2T_PIPED' in os.environ:
+    if os.environ.get('B2T_PIPED'):
         n = len(items) if total is None and isinstance(items, Sized) else total or 0
         options |= dict(file=_Log(), miniters=math.ceil(n/8) or None, mininterval=0 if n else 60, maxinterval=math.inf)
     return tqdm(items, desc, total, **options)

@@ -14,7 +14,7 @@ pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kagg
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
 from killed import LIMIT
-from test_interrupts import STEPS, WITHOUT_END, command, family, read_until
+from test_interrupts import STEPS, WITHOUT_END, bars_are_drawn, command, family, read_until  # noqa: F401
 from test_pipeline import SMALL, stages_here
 from test_trainer import open_stores, write_toy
 from test_trainer_tf import cpu_config
