@@ -359,7 +359,8 @@ def is_arpa(
     path: str | Path, # A file of either kind
 ) -> bool:
     "Whether a file is there and no KenLM binary."
-    return Path(path).exists() and not is_kenlm_binary(path)
+    is_there = Path(path).is_file() or (Path(path)/'TLG.fst').is_file() # No pipe, whose writer would be waited for
+    return is_there and not is_kenlm_binary(path)
 
 def load_ngram(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary
