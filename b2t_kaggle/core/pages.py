@@ -22,11 +22,12 @@ def style() -> str:
 def page(
     title: str,     # Title of the window, plain text
     body: str,      # HTML
+    head: str = '', # Further HTML of the head, for the documentation's pages
 ) -> str:
     "One page of HTML that needs no other file."
     return ('<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<title>{html.escape(title)}</title>\n<style>\n{style()}</style>\n</head>\n'
+            f'<title>{html.escape(title)}</title>\n{head}<style>\n{style()}</style>\n</head>\n'
             f'<body>\n{body}\n</body>\n</html>\n')
 
 # %% ../../nbs/core/08_pages.ipynb #c010
