@@ -12,7 +12,7 @@ import platform
 import re
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -134,7 +134,13 @@ def run_trials(self: Sweep, n: int) -> bool:
         for number in left:
             if not self._do(number): return False
         while len(self.study.trials) < n:
-            if not self._do(self.study.ask().number): return False
+            # Made before, so that a process that is killed in between leaves no point that nobody continues
+            expected = self.folder(len(self.study.trials))
+            expected.mkdir(parents=True, exist_ok=True)
+            number = self.study.ask().number
+            if self.folder(number) != expected: # Another machine took that number
+                with suppress(OSError): expected.rmdir()
+            if not self._do(number): return False
     return True
 
 @patch
