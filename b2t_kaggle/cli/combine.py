@@ -105,7 +105,8 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
     mark = ''
     heard = {}
     if not tune:
-        heard = _voter_weights(dict(weights), dict(scores), sources, out)
+        heard = dict.fromkeys(hypotheses.voters, 1.)
+        if weights or scores: heard = _voter_weights(dict(weights), dict(scores), hypotheses.voters, sources, out)
         combined = [Combined(text, 1.) for text in vote(hypotheses, heard)]
     else:
         is_crossed = set(tune) == set(sources) and all(source_path(s, out).is_file() for s in sources)
@@ -153,14 +154,21 @@ def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path
     return _read_sources([*runs, *(t for t in tune if t != 'val')], 'val', out)
 
 # %% ../../nbs/cli/04_combine.ipynb #c011
-def _voter_weights(weights: dict[str, float], scores: dict[str, float], sources: Collection[str], out: Path) -> dict:
+def _voter_weights(weights: dict[str, float], scores: dict[str, float], voters: Collection, sources: Collection[str],
+                   out: Path) -> dict:
     """Weight of each voter: the given one, times the log odds of a right word relative to their mean over scored
     sources, as for independent voters (Nitzan and Paroush, 1982)."""
     if unknown := {*weights, *scores} - {*sources}: raise click.UsageError(f'{min(unknown)} is not one of the SOURCEs')
     odds = {source: math.log(100/score - 1) for source, score in scores.items()}
     mean = sum(odds.values())/len(odds) if odds else 1.
-    return {name: weights.get(s, 1.)*odds.get(s, mean)/mean for s in sources
-            for v in _read_sources([s], 'test', out).voters for name in (v, (voter_name(v[:2]), s, v[2]))}
+    of_name: dict[tuple, set[float]] = {} # Of several runs with one name, voters have the source as encoder
+    for s in sources:
+        for v in _read_sources([s], 'test', out).voters:
+            for name in (v, (voter_name(v[:2]), s, v[2])):
+                of_name.setdefault(name, set()).add(weights.get(s, 1.)*odds.get(s, mean)/mean)
+    if mixed := [voter_name(v) for v in voters if len(of_name[v]) > 1]:
+        raise click.UsageError(f'{mixed[0]} is in several SOURCEs with different weights; rename the files')
+    return {v: of_name[v].pop() for v in voters}
 
 # %% ../../nbs/cli/04_combine.ipynb #c016
 def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], mark: str) -> None:

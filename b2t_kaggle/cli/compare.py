@@ -6,7 +6,7 @@
 __all__ = ['compare']
 
 # %% ../../nbs/cli/08_compare.ipynb #c002
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -81,9 +81,11 @@ def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str,
                                        'the same, are these the same trials?')
     return references
 
-def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | None, texts: Sequence[Path] = ()):
-    references = _references(systems, truth)
+def _tables(systems: dict[str, list[dict]], references: Mapping[str, str | None], blocks: Path | None,
+            texts: Sequence[Path] = ()) -> dict[str, pd.DataFrame]:
     corpora = read_blocks(blocks) if blocks else {}
+    known = [r for r in references.values() if r]
+    seen = [r for r, is_seen in zip(known, comparison.are_seen(known, read_sentences(texts))) if is_seen]
     tables = {}
     for name, rows in systems.items():
         unknown = [row['trial'] for row in rows if references[row['trial']] is None]
@@ -94,7 +96,7 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | N
         facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session', ''), row.get('block', -1))),
                   'reference': row.get('reference') or references[row['trial']]} for row in rows]
         tables[name] = comparison.results_of([row | new for row, new in zip(rows, facts)])
-        if texts: tables[name] = comparison.with_seen(tables[name], read_sentences(texts))
+        if texts: tables[name] = comparison.with_seen(tables[name], seen)
     return comparison.same_trials(tables)
 
 # %% ../../nbs/cli/08_compare.ipynb #c011
@@ -131,12 +133,13 @@ def compare(sources, truth, blocks, texts, out):
     systems = _systems(sources, out, truth)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
-    if not any(_references(systems, truth).values()):
+    references = _references(systems, truth)
+    if not any(references.values()):
         best = {name: {row['trial']: normalize_sentence(row['text']) for row in rows}
                 for name, rows in systems.items()}
         table = comparison.disagreement(best).map(percent).to_string(line_width=terminal_width())
         return click.echo(f'No reference is known. Words that differ between two systems:\n{table}')
-    tables = _tables(systems, truth, blocks, texts)
+    tables = _tables(systems, references, blocks, texts)
     first, *later = tables
     click.echo(f'{comparison.verdict(tables)}\n\n{counted(len(tables[first]), "trial")}')
     sections = {'All systems': comparison.summary_tables(tables)} | {

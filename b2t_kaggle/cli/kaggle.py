@@ -122,7 +122,7 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
     "The dataset with an n-gram, and the public model or file of which it is made."
     if lm == 'none': return None, None
     name = 'imagineville-small' if lm == 'imagineville' else lm
-    if name in MODELS: return f'{owner}/b2t-{name}', name
+    if name in MODELS and not MODELS[name].files: return f'{owner}/b2t-{name}', name # A single ARPA file
     if (path := Path(lm)).is_file(): return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
     if '/' in lm: return check_id(lm), None
     raise click.BadParameter(f'--lm {lm}: expected a public model (`b2t lm get` lists them), a file, a dataset '
@@ -169,7 +169,8 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
     image = Image.read(kaggle_accelerator(accelerator).image, python)
     is_kept = before and not retry and before.python == python
     wheels = before.wheels if is_kept else f'{owner}/{wheels_slug(image.name, python)}'
-    dataset, source = (None, None) if cfg.lm.path or cfg.lm.general else _ngram(lm, owner)
+    has_lm = lm == 'imagineville' and (cfg.lm.path or cfg.lm.general) # Only the default gives way to --set
+    dataset, source = (None, None) if has_lm else _ngram(lm, owner)
     if lm == 'none': click.echo(_NO_LM, err=True)
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
     if owner != 'OWNER': save_plan(plan, folder, retry)

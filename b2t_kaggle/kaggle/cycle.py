@@ -77,7 +77,7 @@ class Plan:
     __pydantic_config__ = dict(extra='forbid')
 
     def __post_init__(self):
-        for name in (f'{self.name}-{_MOST}-train-{_MOST}', *self.inputs): check_id(name)
+        for name in (self._kernel(_MOST, 'submit', 'llm', _MOST), *self.inputs): check_id(name) # The longest
         most = _MOST*self.machine.hours
         if self.hours is not None and not 0 < self.hours <= most:
             raise ValueError(f'hours {self.hours}: expected more than 0 and at most {most}')

@@ -29,7 +29,7 @@ def read_lines(
     for text in [texts] if isinstance(texts, (str, Path)) else texts:
         # `open` raises an error for the name of a missing file
         is_name = isinstance(text, Path) or ' ' not in text and text.endswith(('.txt', '.gz'))
-        if os.path.isdir(text):
+        if (isinstance(text, Path) or os.sep in text) and os.path.isdir(text): # A sentence has no separator
             from b2t_kaggle.data.t12 import train_sentences  # Needs h5py
             yield from train_sentences(text)
             continue

@@ -253,8 +253,9 @@ def write_replay(run: OpenRun, trial: int) -> Path:
     "Write `replay-TRIAL.html`, on which a trial plays, into the run's folder. Raises `PipelineError`."
     data = error_data(run, trial)
     if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; `b2t errors` numbers them')
-    log_probs, stream = run.log_probs('val')[trial], Stream(run.decoder())
-    times, n_frames = frame_times(run.log_probs('val').items.provenance), len(log_probs)
+    val, stream = run.log_probs('val'), Stream(run.decoder())
+    log_probs, times = val[trial], frame_times(val.items.provenance)
+    n_frames = len(log_probs)
     shown = data['trials'][0]
     shown['ms'] = 20*len(run.trials('val')[trial].features)
     ends = 20*(times.middles(n_frames) + times.length/2) if times else np.linspace(0, shown['ms'], n_frames + 1)[1:]

@@ -147,10 +147,13 @@ def run_trials(self: Sweep, n: int) -> bool:
 def _do(self: Sweep, number: int) -> bool:
     "Do a point, unless another process does; False if the time is up."
     folder = self.folder(number)
-    folder.mkdir(parents=True, exist_ok=True)
     lock = Lock(folder/'sweep.lock', f'trial {number} of {folder}')
-    try: lock.acquire(0)
-    except LockedError: return True
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try: lock.acquire(0)
+        except LockedError: return True
+        except FileNotFoundError: continue # Another machine had made the folder for a point, and removed it
+        break
     with lock:
         if self.study.trials[number].state.is_finished(): return True
         result = self._finish(number)
