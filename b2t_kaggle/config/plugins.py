@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from .encoders.encoder import register_encoder
-from .schema import ConfigError
+from .schema import ConfigError, Section
 
 # %% ../../nbs/config/08_plugins.ipynb #c006
 def _call(function: Callable, inputs: dict[str, Any]) -> Any:
@@ -58,7 +58,8 @@ def _executed(path: Path, source: bytes) -> Plugin:
     try: exec(compile(source, path, 'exec'), vars(module))
     except Exception as e: raise ConfigError(f'{path}: {type(e).__name__}: {e}') from e
     classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    encoders = [register_encoder(c) for c in classes if 'Config' in vars(c)]
+    def is_encoder(c): return isinstance(fields := vars(c).get('Config'), type) and issubclass(fields, Section)
+    encoders = [register_encoder(c) for c in filter(is_encoder, classes)]
     stages = tuple(c for c in classes if hasattr(c, 'writes'))
     loss, augment = (getattr(module, name, None) for name in ('loss', 'augment'))
     if not (encoders or stages or loss or augment):

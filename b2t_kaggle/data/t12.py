@@ -175,7 +175,8 @@ def train_sentences(
             except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
                 fault = Problem(str(path), '', 'sentence_label', str(e), 'text of each trial', 'fetch the file again')
                 raise SessionError(fault) from None
-        yield from (row.strip() for row in rows if isinstance(row, str) and not row.startswith('['))
+        texts = (row.strip() for row in rows if isinstance(row, str))
+        yield from (text for text in texts if text and not text.startswith('['))
 
 # %% ../../nbs/data/07_t12.ipynb #c022
 _DAYS = ('04.28 05.05 05.17 05.19 05.24 05.26 06.02 06.07 06.14 06.16 06.21 06.23 06.28 07.05 07.14 07.21 07.27 07.29 '

@@ -179,7 +179,10 @@ def train_here(
     n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()
     plugin = PLUGIN.get()
-    if plugin.mark and not plugin.path: n_processes = 1 # Functions of a notebook do not reach others
+    if plugin.mark and not plugin.path: # Functions of a notebook do not reach others
+        if with_others:
+            raise TrainingError('several machines train with a plugin in a file, not with functions; use plugin=FILE')
+        n_processes = 1
     if in_torchrun() or (n_processes == 1 and not with_others):
         return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':

@@ -122,7 +122,8 @@ def read_history(path: str | Path) -> pd.DataFrame:
 
 # %% ../../nbs/training/03_history.ipynb #c014
 _LABELS = dict(consistency='KL divergence of two views', answer='cross entropy of answers', ctc='CTC',
-               align='distance to targets', contrast='InfoNCE')
+               soft_dtw='distance to targets', interpolation='distance to stretched targets',
+               contrast='InfoNCE')
 
 def plot_history(path: str | Path):
     "The loss and its terms, errors on val, and gradient norms of parts of the model. Returns the figure."

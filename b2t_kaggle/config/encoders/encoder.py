@@ -160,7 +160,8 @@ def register_encoder(
     "Make an encoder known by the name in its `Config`; returns the class. Raises `ConfigError` for a name of the kit."
     config = encoder.Config
     name = config.model_fields['name'].default
-    package = next(p for p in _PACKAGES[1:] if any(base.__module__.startswith(p) for base in encoder.__mro__))
+    package = next((p for p in _PACKAGES[1:] if any(b.__module__.startswith(p) for b in encoder.__mro__)), '')
+    if not package: raise ConfigError(f'{encoder.__qualname__}: expected a class that derives from an Encoder')
     if any(name in _modules(p) and (p, name) not in _REGISTERED for p in _PACKAGES):
         raise ConfigError(f'{encoder.__qualname__}: the kit has an encoder {name!r}; choose another name')
     _REGISTERED[package, name] = [encoder, config]
