@@ -50,7 +50,8 @@ def trap_pip(folder, image=None):
     (folder/'pip'/'__init__.py').touch()
     (folder/'pip'/'__main__.py').write_text(PIP)
     python_path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    return os.environ | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
+    inherited = {k: v for k, v in os.environ.items() if k != 'B2T_PIPED'} # Set by a command in this process
+    return inherited | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
 def attach_wheels(room):

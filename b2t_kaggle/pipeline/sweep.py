@@ -164,9 +164,13 @@ def _do(self: Sweep, number: int) -> bool:
 @patch
 def _values(self: Sweep, number: int) -> dict[str, Any]:
     "Optuna's proposal for a point; the same again for one that has its values."
-    self.study.sampler = self.optuna.samplers.TPESampler(seed=number)
     trial = self.optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
-    return {key: trial._suggest(key, d) for key, d in self.ranges.items()}
+    values = {}
+    for i, (key, distribution) in enumerate(self.ranges.items()):
+        # Values that were proposed before a kill draw no random numbers, so each has a seed
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=number + 10_000*i)
+        values[key] = trial._suggest(key, distribution)
+    return values
 
 @patch
 def _finish(self: Sweep, number: int) -> str:
