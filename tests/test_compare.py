@@ -49,7 +49,7 @@ def binomial_quantile(n, p, q):
 @pytest.mark.parametrize('n, wrong', [(40, 10), (200, 6), (731, 300)])
 def test_the_interval_is_that_of_the_binomial_distribution(n, wrong):
     "With one word a trial, the errors of a draw are binomial."
-    rate = rate_interval(counts([1]*wrong + [0]*(n - wrong), [1]*n), n=40_000)
+    rate = rate_interval(counts([1]*wrong + [0]*(n - wrong), [1]*n))
     assert rate.value == wrong/n
     exact = [binomial_quantile(n, wrong/n, q)/n for q in (0.025, 0.975)]
     assert rate[1:] == pytest.approx(exact, abs=1.01/n) # A quantile of draws may fall on the next number

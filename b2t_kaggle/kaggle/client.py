@@ -34,11 +34,9 @@ class KaggleError(RuntimeError):
 
 class UnreachableError(KaggleError):
     "No answer, or a request to come back later."
-    is_busy = False # Whether other notebooks of this user have to end first
 
 class BusyError(UnreachableError):
     "Too many notebooks of this user are running."
-    is_busy = True
 
 class RefusedError(KaggleError):
     "Object that does not exist or that this user may not see."

@@ -33,7 +33,7 @@ from ..core.locks import Lock
 from ..core.messages import printable
 from ..devices.interrupts import Ended
 from ..devices.kaggle_machines import KaggleAccelerator, kaggle_accelerator
-from .client import FAILED, Client, KaggleError, RefusedError, UnreachableError, check_id, write_kernel
+from .client import FAILED, BusyError, Client, KaggleError, RefusedError, UnreachableError, check_id, write_kernel
 from .session import batches_done, in_stamp, is_simulated
 from .wheels import Image, build_wheels
 from ..lm.public_models import MODELS, get_model
@@ -496,7 +496,7 @@ def carry_out(self: Step) -> None:
             self.do()
             times += 1
         except UnreachableError as e:
-            wait = 10*POLL if e.is_busy else next(waits, None)
+            wait = 10*POLL if isinstance(e, BusyError) else next(waits, None)
             if wait is None: raise UnreachableError(f'{e}. Run the same command again later') from None
             _say(f'{e}; trying again in {wait} seconds')
             time.sleep(wait)

@@ -171,8 +171,8 @@ PINNED = ('numpy', 'pandas', 'torch', 'torch_xla', 'jax', 'jaxlib', 'tensorflow'
 def _missing_packages(needed: Mapping[str, str]) -> list[str]:
     return [package for module, package in needed.items() if find_spec(module) is None]
 
-def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str | Path) -> list[str]:
-    "Install missing packages; returns a problem if pip cannot."
+def _install_missing(needed: Mapping[str, str], wheels: Sequence[Path], scratch_dir: str | Path) -> list[str]:
+    "Install missing packages from folders of wheels or the internet; returns a problem if pip cannot."
     held = {package: version for package in PINNED if (version := installed_version(package))}
     for package, version in held.items(): print(f'{package:16}{version}, as it is')
     missing = _missing_packages(needed)
@@ -181,9 +181,8 @@ def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_d
     constraints = Path(scratch_dir)/'held.txt'
     constraints.parent.mkdir(parents=True, exist_ok=True)
     constraints.write_text('\n'.join(f'{package}=={version}' for package, version in held.items()))
-    folders = [f'--find-links={place}' for place, _, files in walk_once(input_dir)
-               if any(f.endswith('.whl') for f in files)]
-    origins = {'attached wheels': ['--no-index', *folders]} if folders else {}
+    links = [f'--find-links={folder}' for folder in wheels]
+    origins = {'attached wheels': ['--no-index', *links]} if wheels else {}
     for origin, options in (origins | {'the internet': ['--retries', '0']}).items():
         command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--constraint', str(constraints)]
         done = subprocess.run([*command, *options, *missing], capture_output=True, text=True, errors='replace')
@@ -253,7 +252,7 @@ def prepare_training(
     if earlier and not recordings and not is_simulated(earlier): problems.append(_NO_RECORDINGS.format(of=earlier))
     framework = framework or earlier and _in_config(earlier, 'train', 'framework') or 'pytorch'
     needed = TRAINING | (CURVES if framework == 'tensorflow' else {}) | ({} if recordings else SIMULATION)
-    problems += _install_missing(needed, input_dir, scratch_dir)
+    problems += _install_missing(needed, inputs.wheels, scratch_dir)
     problems += device_problems(framework, accelerator, bool(recordings))
     _raise_all(problems)
 
@@ -342,7 +341,7 @@ def prepare_submission(
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
     earlier = _find_one([run for run in inputs.runs if not _has_model(run)], 'the run to continue', '', problems)
     values = _source(inputs, problems) | _language_models(inputs, overrides, problems)
-    problems += _install_missing(_needed(values | overrides), input_dir, scratch_dir)
+    problems += _install_missing(_needed(values | overrides), inputs.wheels, scratch_dir)
     if values['infer.checkpoint']: problems += device_problems(values['train.framework'], accelerator, False)
     _raise_all(problems)
 

@@ -106,7 +106,7 @@ def plan_installation(self: Image, requirements: Iterable[str], *options: str) -
 _EPOCH = '315532800' # 1980, the first year that an archive can name
 PURE = SIMULATION['pronouncing'] # PyPI has no wheel of it
 
-def build_kit(folder: Path, checkout: Path = Path(b2t_kaggle.__file__).parents[1]) -> Path:
+def build_kit(folder: Path, checkout: Path = Path(b2t_kaggle.__file__).parents[1]) -> None:
     "Write the wheel of the kit from a checkout, by default the running one. Raises `ValueError` for other folders."
     if not (checkout/'settings.ini').exists():
         raise ValueError(f'{checkout} is not a checkout of the kit (it has no settings.ini)')
@@ -116,7 +116,6 @@ def build_kit(folder: Path, checkout: Path = Path(b2t_kaggle.__file__).parents[1
         for name in ('b2t_kaggle', 'nbs/stages'):
             shutil.copytree(checkout/name, source/name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
         _pip('wheel', '--no-deps', '--wheel-dir', folder, source, SOURCE_DATE_EPOCH=_EPOCH)
-    return next(folder.glob('b2t_kaggle-*.whl'))
 
 def build_wheels(
     image: Image,                      # Image on which the kit is to be installed

@@ -53,16 +53,15 @@ class Difference(NamedTuple):
 
 FEW_TRIALS = 10 # With fewer trials the intervals are too narrow to be believed
 
-def _interval(edits: Sequence[int], length: Sequence[int], n: int = 2_000) -> list[float]:
-    low, high = np.quantile(bootstrap_rates(edits, length, n), [0.025, 0.975])
+def _interval(edits: Sequence[int], length: Sequence[int]) -> list[float]:
+    low, high = np.quantile(bootstrap_rates(edits, length), [0.025, 0.975])
     return [float(np.sum(edits)/max(1, np.sum(length))), float(low), float(high)]
 
 def rate_interval(
     counts: Sequence[ErrorCounts], # Counts of each trial
-    n: int = 2_000,                # Number of draws
 ) -> Rate:
     "An error rate with its bootstrap interval of 95 %; raises `ValueError` without trials."
-    return Rate(*_interval([c.edits for c in counts], [c.length for c in counts], n))
+    return Rate(*_interval([c.edits for c in counts], [c.length for c in counts]))
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c011
 def _paired(a: Sequence[ErrorCounts], b: Sequence[ErrorCounts]) -> tuple[list[int], list[int]]:
