@@ -17,8 +17,7 @@ from numba import njit
 from b2t_kaggle.lm import automaton
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, write_arpa
 from b2t_kaggle.lm.automaton import Automaton, check_words, find, step
-from b2t_kaggle.lm.kenlm import load_kenlm
-from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
+from b2t_kaggle.lm.ngram import NGram, build_ngram, load_kenlm, perplexity_report
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -59,7 +58,7 @@ def compare(automaton, lm, sentences):
 def model(tmp_path_factory):
     text = zipf_text(30_000, 0)
     path = tmp_path_factory.mktemp('lm')/'lm.arpa'
-    return text, build_ngram(text, path, order=4, prune=(0, 0, 1), estimator='own')
+    return text, build_ngram(text, path, order=4, prune=(0, 0, 1))
 
 
 def test_a_million_questions(model):
@@ -135,7 +134,7 @@ def test_pruned_files(tmp_path):
 @pytest.mark.parametrize('order', [1, 2, 6])
 def test_orders(order, tmp_path):
     text = zipf_text(300, 3)
-    path = build_ngram(text, tmp_path/'lm.arpa', order=order, estimator='own')
+    path = build_ngram(text, tmp_path/'lm.arpa', order=order)
     assert compare(Automaton.load(path), NGram.load(path), text + zipf_text(300, 4))[0] < 1e-5
 
 
@@ -165,7 +164,7 @@ def test_kept_files(kept, tmp_path):
     os.utime(path, (0, 0))
     Kept.load(path)
     assert kept.stat().st_mtime_ns == written
-    build_ngram(['a b'], path, order=2, estimator='own')
+    build_ngram(['a b'], path, order=2)
     assert Kept.load(path).order == 2 and kept.stat().st_mtime_ns != written
     whole = kept.read_bytes()
     for damage in (b'', b'{}\n', whole[:-1], b'[]\n', b'['*70_000):
@@ -198,7 +197,7 @@ def test_arrays_of_somebody_else_are_not_followed(model, kept, tmp_path):
 
 
 def test_a_pipe_beside_a_model_is_not_waited_for(cache, tmp_path):
-    path = build_ngram(['a b'], tmp_path/'lm.arpa', order=2, estimator='own')
+    path = build_ngram(['a b'], tmp_path/'lm.arpa', order=2)
     os.mkfifo(tmp_path/'lm.arpa.automaton')
     assert Kept.load(path).order == 2 and len(list(cache.iterdir())) == 1
 
@@ -216,7 +215,7 @@ def test_folders_that_cannot_be_written_to(cache, tmp_path, monkeypatch):
     paths = [tmp_path/name/'lm.arpa' for name in 'ab']
     for path, text in zip(paths, (['a b'], ['a b', 'c'])):
         path.parent.mkdir()
-        build_ngram(text, path, order=2, estimator='own')
+        build_ngram(text, path, order=2)
     scores = [[Kept.load(path).score('a b') for path in paths] for _ in range(3)]
     assert built == paths and scores[0] == scores[1] == scores[2] and scores[0][0] != scores[0][1]
     assert [sorted(path.parent.iterdir()) for path in paths] == [[path] for path in paths]

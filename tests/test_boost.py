@@ -23,7 +23,7 @@ LEXICON = {'a': [['AA']], 'aa': [['AA', 'B']], 'b': [['B']], 'c': [['B', 'B'], [
 
 def arpa(folder, order):
     path = Path(folder)/f'{order}.arpa'
-    return path if path.exists() else build_ngram(TEXT, path, order=order, estimator='own')
+    return path if path.exists() else build_ngram(TEXT, path, order=order)
 
 
 def with_unigrams(path, words, log_prob):
@@ -181,7 +181,7 @@ def test_names_are_found(lm):
 def test_a_large_bonus_does_not_empty_the_search(tmp_path):
     "A bonus only adds to totals, so the best one is at least that of the plain search, whatever the threshold drops."
     texts = ['the tea is cold', 'tell the time', 'the television is on', 'time for tea', 'more tea for me']
-    lm = Automaton.load(build_ngram(texts, tmp_path/'tea.arpa', order=2, estimator='own'))
+    lm = Automaton.load(build_ngram(texts, tmp_path/'tea.arpa', order=2))
     plain = LexiconBeamDecoder(build_lexicon({w for s in texts for w in s.split()}), lm)
     rng = np.random.default_rng(0)
     for text in texts:

@@ -1,7 +1,6 @@
 "`b2t lm …`: each verb and option; where one fails, it reports why, and the file that was there before stays."
 import errno
 import re
-import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -43,8 +42,8 @@ def made(tmp_path_factory):
         (d/name).parent.mkdir(exist_ok=True)
         (d/name).write_text(text)
     (d/'latin.txt').write_bytes('Café. One more.'.encode('latin-1'))
-    ok('build', d/'text.txt', '-o', d/'a'/'lm.arpa', '--order', 3, '--estimator', 'own')
-    ok('build', d/'dev.txt', '-o', d/'b'/'lm.arpa', '--order', 2, '--sentences', '--estimator', 'own')
+    ok('build', d/'text.txt', '-o', d/'a'/'lm.arpa', '--order', 3)
+    ok('build', d/'dev.txt', '-o', d/'b'/'lm.arpa', '--order', 2, '--sentences')
     return d
 
 
@@ -58,7 +57,6 @@ def made(tmp_path_factory):
     ('build text.txt --order 0', 1, 'order is 0'),
     ('build text.txt --threshold -1', 2, '--threshold.*-1.0 is not a share of 0 or more'),
     ('build text.txt --threshold nan', 2, '--threshold.*nan is not'),
-    ('build text.txt --estimator best', 2, '--estimator'),
     ('build empty.txt --sentences', 1, 'the text holds no words'),
     ('mix a/lm.arpa b/lm.arpa --weights 0.5,x', 2, "--weights.*'0.5,x' is not of the form 0.7,0.3"),
     ('mix a/lm.arpa b/lm.arpa --weights inf,1', 2, "--weights.*'inf,1' is not"),
@@ -91,7 +89,7 @@ def test_clean(made, tmp_path):
 
 def test_build(made, tmp_path):
     def built(*options, text='text.txt', name='lm.arpa'):
-        output = ok('build', made/text, '-o', tmp_path/name, '--order', 3, '--estimator', 'own', *options)
+        output = ok('build', made/text, '-o', tmp_path/name, '--order', 3, *options)
         assert f'Wrote {tmp_path/name}' in output
         return NGram.load(tmp_path/name), read_counts(tmp_path/name)
     plain, counts = built()
@@ -110,7 +108,7 @@ def test_interrupted_pruning_leaves_the_old_model(made, tmp_path, monkeypatch):
     (tmp_path/'lm.arpa').write_text('old')
     def full(*args): raise OSError(errno.ENOSPC, 'No space left on device')
     monkeypatch.setattr(backoff, 'write_backoff', full)
-    options = ['--estimator', 'own', '--threshold', '1e-3']
+    options = ['--threshold', '1e-3']
     found = lm('build', made/'text.txt', '-o', tmp_path/'lm.arpa', *options)
     assert found[0] == 1 and 'lm.arpa: not written, because the disk is full; the old one is unchanged' in found[1]
     assert [p.name for p in tmp_path.iterdir()] == ['lm.arpa'] and (tmp_path/'lm.arpa').read_text() == 'old'
@@ -132,18 +130,6 @@ def test_prune(made, tmp_path):
     full = made/'a'/'lm.arpa'
     output = ok('prune', full, '-o', tmp_path/'lm.arpa', '--threshold', '1e-2')
     assert str(full) in output and sum(read_counts(tmp_path/'lm.arpa')) < sum(read_counts(full))
-
-
-@pytest.mark.skipif(not shutil.which('lmplz'), reason='no lmplz here')
-def test_build_by_lmplz(made, tmp_path):
-    ok('build', made/'text.txt', '-o', tmp_path/'lm.arpa', '--order', 3, '--estimator', 'lmplz')
-    assert read_counts(tmp_path/'lm.arpa') == read_counts(made/'a'/'lm.arpa')
-
-
-def test_without_lmplz(made, tmp_path, monkeypatch):
-    monkeypatch.setenv('PATH', '')
-    code, output = lm('build', made/'text.txt', '-o', tmp_path/'out', '--estimator', 'lmplz')
-    assert code == 1 and re.match('Error: .*no lmplz on the PATH', output) and not list(tmp_path.iterdir()), output
 
 
 def test_report(made):

@@ -26,8 +26,7 @@ from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.scorers import AutomatonScorer
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
-from b2t_kaggle.lm.kenlm import load_kenlm
-from b2t_kaggle.lm.ngram import NGram, build_ngram
+from b2t_kaggle.lm.ngram import NGram, build_ngram, load_kenlm
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -38,7 +37,7 @@ PRONUNCIATIONS = [p for n in (1, 2, 3) for p in itertools.product(('AA', 'B', 'K
 @cache
 def ngram(order, folder):
     "KenLM's model, whose scores are not our code; where its package cannot be had, ours."
-    path = build_ngram(TEXT, Path(folder)/f'{order}.arpa', order=order, estimator='own')
+    path = build_ngram(TEXT, Path(folder)/f'{order}.arpa', order=order)
     return (NGram if find_spec('kenlm') else Automaton).load(path)
 
 
@@ -391,7 +390,7 @@ def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     run = Run(tmp_path/'run', tmp_path)
     (run.dir/'lm').mkdir()
     (run.dir/'lm'/'words.txt').write_text('how are you')
-    score = NGram.load(build_ngram(['how are you', 'you are'], run.lm_path, order=2, estimator='own')).score(
+    score = NGram.load(build_ngram(['how are you', 'you are'], run.lm_path, order=2)).score(
         'how are you'
     )
     monkeypatch.setattr(NGram, 'load', None)
@@ -414,7 +413,7 @@ def test_times_of_a_run(tmp_path, size, stride, first_bin, begin, step):
     run = Run(tmp_path/'run', tmp_path, {'model.patch_size': size, 'model.patch_stride': stride})
     for name in ('lm', 'logits'): (run.dir/name).mkdir()
     (run.dir/'lm'/'words.txt').write_text('a i')
-    build_ngram(['i a', 'a'], run.lm_path, order=2, estimator='own')
+    build_ngram(['i a', 'a'], run.lm_path, order=2)
     x = noisy([BLANK, *to_class_ids(['AY']), SIL, BLANK, BLANK, *to_class_ids(['AH', 'AH']), SIL], sharp=12)
     expected = [('i', begin + step, begin + 2*step), ('a', begin + 5*step, begin + 7*step)]
     own = open_decoder(run).decode(x)[0] # A client of the server may smooth as it likes: nothing is left out
@@ -580,7 +579,7 @@ def test_confidences_of_partial_results(tmp_path):
     kenlm = pytest.importorskip('kenlm')
     words = {'AA': 'a', 'B': 'b', 'K': 'c'}
     texts = [' '.join(w) for n in (1, 2, 3) for w in itertools.product('abc', repeat=n)] # The n-gram tells all apart
-    lm = build_ngram([*texts, 'a b a', 'b c b a', 'a a'], tmp_path/'lm.arpa', order=4, estimator='own')
+    lm = build_ngram([*texts, 'a b a', 'b c b a', 'a a'], tmp_path/'lm.arpa', order=4)
     model = kenlm.Model(str(lm))
     def score_of(text, bos): return math.log(10)*model.score(text, bos=bos, eos=False) if text else 0.
     ahead = {w: score_of(w, bos=False) for w in words.values()}
@@ -736,7 +735,7 @@ def test_real_sentences(tmp_path):
     rows = pd.read_csv(labels)
     rows = rows[~rows.sentence_label.str.startswith('[')]
     sentences = rows.sentence_label.map(normalize_sentence).tolist()
-    lm = NGram.load(build_ngram(sentences[::2], tmp_path/'lm.arpa', order=3, estimator='own'))
+    lm = NGram.load(build_ngram(sentences[::2], tmp_path/'lm.arpa', order=3))
     decoder = LexiconBeamDecoder(
         build_lexicon(sorted({w for s in sentences for w in s.split()})), lm, acoustic_scale=1.0
     )

@@ -34,7 +34,7 @@ def data(tmp_path_factory):
     for i in range(len(test)):
         padded[i, 0] = np.log(frames(val.class_ids(i)[:20], 'blank-last', rng).repeat(4, 0)[:40])
     (d/'test.pkl').write_bytes(pickle.dumps(dict(logits=list(padded), adjusted_len=[40]*len(test))))
-    build_ngram(val.index.sentence.tolist(), d/'own.arpa', order=2, estimator='own')
+    build_ngram(val.index.sentence.tolist(), d/'own.arpa', order=2)
     return d
 
 

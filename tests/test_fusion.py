@@ -43,7 +43,7 @@ def lms(tmp_path_factory):
 def ngram(tmp_path_factory):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # Too little text for its discounts
-        return Automaton.load(build_ngram(SENTENCES, tmp_path_factory.mktemp('lm')/'lm.arpa', order=3, estimator='own'))
+        return Automaton.load(build_ngram(SENTENCES, tmp_path_factory.mktemp('lm')/'lm.arpa', order=3))
 
 
 def noisy(n_frames, seed):

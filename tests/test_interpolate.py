@@ -43,7 +43,7 @@ def test_mixture(tmp_path_factory, one, two, order, other_order, weight, rng):
     tmp = tmp_path_factory.mktemp('mix')
     def build(text, name, order):
         order = min(order, max(len(s.split()) for s in text) + 2)
-        return build_ngram(text, tmp/name, order=order, estimator='own')
+        return build_ngram(text, tmp/name, order=order)
     paths = [build(one, 'one.arpa', order), build(two, 'two.arpa', other_order)]
     interpolate_ngrams(paths, tmp/'mix.arpa', weights=[weight, 1 - weight])
     contexts = [[], *(rng.choices('abcdefgz', k=k) for k in (1, 2, 3))]
@@ -64,7 +64,7 @@ def test_mixture(tmp_path_factory, one, two, order, other_order, weight, rng):
 def test_pruning(tmp_path_factory, text, order, threshold, rng):
     tmp = tmp_path_factory.mktemp('prune')
     order = min(order, max(len(s.split()) for s in text) + 2)
-    path = build_ngram(text, tmp/'lm.arpa', order=order, estimator='own')
+    path = build_ngram(text, tmp/'lm.arpa', order=order)
     pruned = prune_ngram(path, tmp/'pruned.arpa', threshold)
     assert_normalised(pruned, [[], *(rng.choices('abcdefz', k=k) for k in (1, 2, 3))])
     before, after = read_counts(path), read_counts(pruned)
@@ -115,7 +115,7 @@ def srilm_pruned(path, out, every):
 
 def test_suffixes_that_others_pruned_are_added(tmp_path):
     "With the probabilities that KenLM, too, finds by backing off; where KenLM gives up, the error says what to do."
-    path = build_ngram(TEXT, tmp_path/'lm.arpa', order=3, estimator='own')
+    path = build_ngram(TEXT, tmp_path/'lm.arpa', order=3)
     holes = srilm_pruned(path, tmp_path/'holes.arpa', 4)
     model = read_arpa(holes)
     closed = from_arpa(read_arpa(holes))
@@ -139,7 +139,7 @@ def test_suffixes_that_others_pruned_are_added(tmp_path):
 
 
 def test_capitals_and_lower_case_are_interpolated(tmp_path):
-    path = build_ngram([f'{s} want to' for s in TEXT], tmp_path/'lm.arpa', order=3, estimator='own')
+    path = build_ngram([f'{s} want to' for s in TEXT], tmp_path/'lm.arpa', order=3)
     capitals = re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), path.read_text())
     (tmp_path/'data.arpa').write_text(capitals.replace('<unk>', '<UNK>'))
     interpolate_ngrams([tmp_path/'data.arpa', path], tmp_path/'mix.arpa', weights=[1, 1])
@@ -150,14 +150,14 @@ def test_capitals_and_lower_case_are_interpolated(tmp_path):
 
 
 def test_pruning_by_nothing_changes_nothing(tmp_path):
-    path = prune_ngram(build_ngram(TEXT, tmp_path/'lm.arpa', order=4, estimator='own'), tmp_path/'pruned.arpa', 1e-3)
+    path = prune_ngram(build_ngram(TEXT, tmp_path/'lm.arpa', order=4), tmp_path/'pruned.arpa', 1e-3)
     a, b = NGram.load(path), NGram.load(prune_ngram(path, tmp_path/'again.arpa', 0))
     for s in TEXT: assert a.score(s) == pytest.approx(b.score(s), abs=1e-4)
     assert all((c >= 0).all() for c in _removal_costs(from_arpa(read_arpa(path))))
 
 
 def test_refuses(tmp_path):
-    path = build_ngram(TEXT, tmp_path/'lm.arpa', order=2, estimator='own')
+    path = build_ngram(TEXT, tmp_path/'lm.arpa', order=2)
     with pytest.raises(ValueError, match='development text'): interpolate_ngrams([path], tmp_path/'x')
     with pytest.raises(ValueError, match='expected 1'): interpolate_ngrams([path], tmp_path/'x', weights=[-1])
     content = path.read_text()

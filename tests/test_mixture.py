@@ -169,7 +169,7 @@ def test_exchanged_words(a, b):
 @pytest.mark.filterwarnings('ignore:.*too little text')
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
 def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
-    lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
+    lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2))
     hyps = [Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)]
     found = augment_nbest(hyps, lm=lm)
     assert len(found) == 4
@@ -180,7 +180,7 @@ def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
 def test_a_boosted_word_keeps_its_bonus(tmp_path, load):
     "The search adds the bonus of a boosted word to the score of the n-gram, which is not part of the n-gram."
-    lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
+    lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2))
     exact = lm.score
     known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]
     spelled = Hypothesis('a k-ae f', -1., exact('a k-ae f') - 12., 3, -2.5)

@@ -1,9 +1,8 @@
-"n-gram models: our estimator against lmplz and a committed example, the probabilities' sums, files with faults."
+"n-gram models: our estimator against an example of lmplz, the probabilities' sums, files with faults."
 import gzip
 import math
 import random
 import re
-import shutil
 import time
 import tracemalloc
 
@@ -72,33 +71,8 @@ def zipf_sentences(n, vocab, seed):
     return [sentence() for _ in range(n)]
 
 
-needs_lmplz = pytest.mark.skipif(not shutil.which('lmplz'), reason='no lmplz here')
-
-
-@needs_lmplz
-@pytest.mark.parametrize('order', [1, 2, 3, 5])
-@pytest.mark.parametrize('options', [
-    {}, {'prune': (0, 0, 1)}, {'prune': (0, 1, 2)}, {'prune': (1,)},
-    {'vocab': True}, {'vocab': True, 'prune': (0, 0, 1)},
-])
-@pytest.mark.parametrize('text', ['small', 'zipf', 'last'])
-def test_equals_lmplz(order, options, text, tmp_path):
-    # 'last': the last new word of the text has an adjusted count that differs from its count
-    sentences = {
-        'small': SENTENCES,
-        'zipf': zipf_sentences(2000, 300, 0),
-        'last': zipf_sentences(300, 300, 0) + ['x y']*3,
-    }[text]
-    if options.get('vocab'): options = options | {'vocab': sorted({w for s in sentences for w in s.split()})[::2]}
-    build = lambda e: build_ngram(sentences, tmp_path/f'{e}.arpa', order=order, estimator=e, **options)
-    ours, theirs = (read_arpa(build(estimator)) for estimator in ('own', 'lmplz'))
-    assert ours.keys() == theirs.keys()
-    keys = list(ours)
-    np.testing.assert_allclose([ours[k] for k in keys], [theirs[k] for k in keys], atol=1e-4, rtol=0)
-
-
 def test_known_example(tmp_path):
-    ours = read_arpa(build_ngram(SENTENCES, tmp_path/'lm.arpa', order=3, estimator='own'))
+    ours = read_arpa(build_ngram(SENTENCES, tmp_path/'lm.arpa', order=3))
     for line in KNOWN.strip().splitlines():
         p, words, b = (x.strip() for x in line.split('|'))
         np.testing.assert_allclose(ours[tuple(words.split())], (float(p), float(b)), atol=1e-4, rtol=0, err_msg=words)
@@ -115,7 +89,7 @@ def test_probabilities_sum_to_one(tmp_path_factory, sentences, order, prune, res
     "After any context, seen or not, the words, <unk> and </s> share a probability of one."
     vocab = 'abcd' if restrict else None
     path = tmp_path_factory.mktemp('lm')/'lm.arpa'
-    build_ngram(sentences, path, order=order, prune=prune, vocab=vocab, estimator='own')
+    build_ngram(sentences, path, order=order, prune=prune, vocab=vocab)
     lm = NGram.load(path)
     words = sorted({w for s in sentences for w in s.split() if not restrict or w in vocab})
     assert all(w in lm for w in words) or restrict or prune != (0,)
@@ -127,21 +101,21 @@ def test_probabilities_sum_to_one(tmp_path_factory, sentences, order, prune, res
 
 
 def test_options(tmp_path):
-    lm = NGram.load(build_ngram(SENTENCES, tmp_path/'a.arpa', order=3, vocab=['i', 'want', 'water'], estimator='own'))
+    lm = NGram.load(build_ngram(SENTENCES, tmp_path/'a.arpa', order=3, vocab=['i', 'want', 'water']))
     assert 'want' in lm and 'home' not in lm
-    full = read_arpa(build_ngram(SENTENCES, tmp_path/'b.arpa', order=3, estimator='own'))
-    pruned = read_arpa(build_ngram(SENTENCES, tmp_path/'c.arpa.gz', order=3, prune=(0, 0, 1), estimator='own'))
+    full = read_arpa(build_ngram(SENTENCES, tmp_path/'b.arpa', order=3))
+    pruned = read_arpa(build_ngram(SENTENCES, tmp_path/'c.arpa.gz', order=3, prune=(0, 0, 1)))
     assert {k for k in full if len(k) < 3} == {k for k in pruned if len(k) < 3} and len(pruned) < len(full)
-    unigrams = NGram.load(build_ngram(SENTENCES, tmp_path/'d.arpa', order=1, estimator='own'))
+    unigrams = NGram.load(build_ngram(SENTENCES, tmp_path/'d.arpa', order=1))
     assert unigrams.score('i want', eos=False) == pytest.approx(unigrams.score('want i', eos=False), abs=1e-6)
 
 
 def test_files_and_sentences_are_the_same(tmp_path):
     (tmp_path/'a.txt').write_text('\n'.join(SENTENCES[:6]).upper() + '\n\n')
     with gzip.open(tmp_path/'b.txt.gz', 'wt') as f: f.write('\n'.join(SENTENCES[6:]))
-    build_ngram(SENTENCES, tmp_path/'1.arpa', estimator='own')
-    build_ngram([str(tmp_path/'a.txt'), tmp_path/'b.txt.gz'], tmp_path/'2.arpa', estimator='own')
-    build_ngram([tmp_path/'a.txt', *SENTENCES[6:]], tmp_path/'3.arpa.gz', estimator='own')
+    build_ngram(SENTENCES, tmp_path/'1.arpa')
+    build_ngram([str(tmp_path/'a.txt'), tmp_path/'b.txt.gz'], tmp_path/'2.arpa')
+    build_ngram([tmp_path/'a.txt', *SENTENCES[6:]], tmp_path/'3.arpa.gz')
     assert read_arpa(tmp_path/'1.arpa') == read_arpa(tmp_path/'2.arpa') == read_arpa(tmp_path/'3.arpa.gz')
 
 
@@ -152,19 +126,10 @@ def test_files_and_sentences_are_the_same(tmp_path):
     (dict(texts=SENTENCES, order=12), ValueError, 'at most 9'),
     (dict(texts=SENTENCES, prune=(1, 0)), ValueError, 'do not fall'),
 ])
-@pytest.mark.parametrize('estimator', ['own', pytest.param('lmplz', marks=needs_lmplz)])
-def test_build_refuses(call, error, words, estimator, tmp_path):
+def test_build_refuses(call, error, words, tmp_path):
     (tmp_path/'lm.arpa').write_text('precious')
-    with pytest.raises(error, match=words): build_ngram(**call, out_path=tmp_path/'lm.arpa', estimator=estimator)
+    with pytest.raises(error, match=words): build_ngram(**call, out_path=tmp_path/'lm.arpa')
     assert [p.name for p in tmp_path.iterdir()] == ['lm.arpa'] and (tmp_path/'lm.arpa').read_text() == 'precious'
-
-
-def test_lmplz_must_be_there(monkeypatch, tmp_path):
-    monkeypatch.setenv('PATH', str(tmp_path))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    with pytest.raises(FileNotFoundError, match='no lmplz'):
-        build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='lmplz')
-    assert build_ngram(SENTENCES, tmp_path/'lm.arpa').exists()
 
 
 def test_warns_of_small_text(tmp_path):
@@ -187,7 +152,7 @@ def broken(text, old, new): return text.replace(old, new, 1)
 ])
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_broken_files_name_the_line(old, new, line, suffix, tmp_path):
-    text = build_ngram(SENTENCES, tmp_path/'good.arpa', estimator='own').read_text()
+    text = build_ngram(SENTENCES, tmp_path/'good.arpa').read_text()
     bad = tmp_path/f'bad{suffix}'
     bad.write_bytes((gzip.compress if suffix.endswith('gz') else bytes)(broken(text, old, new).encode()))
     with pytest.raises(ValueError, match=f'(?s)bad.*{line}'): NGram.load(bad)
@@ -206,7 +171,7 @@ def test_other_files(tmp_path):
     ('probing', None, '.arpa'), ('trie', None, '.arpa'), ('trie', 8, '.arpa'),
 ])
 def test_kenlm_binaries(kind, bits, suffix, tmp_path):
-    arpa = build_ngram(zipf_sentences(300, 300, 0), tmp_path/f'lm{suffix}', estimator='own')
+    arpa = build_ngram(zipf_sentences(300, 300, 0), tmp_path/f'lm{suffix}')
     lm, binary = NGram.load(arpa), NGram.load(kenlm_binary(arpa, tmp_path/'lm.bin', kind, bits))
     ours, theirs = ([m.score(s) for s in [*zipf_sentences(50, 300, 1), 'unknown words here', '']] for m in (lm, binary))
     np.testing.assert_allclose(ours, theirs, rtol=.02 if bits else 0, atol=1e-4) # 256 values instead of all
@@ -214,7 +179,7 @@ def test_kenlm_binaries(kind, bits, suffix, tmp_path):
 
 
 def test_perplexity_report(tmp_path):
-    lm = NGram.load(build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='own'))
+    lm = NGram.load(build_ngram(SENTENCES, tmp_path/'lm.arpa'))
     r = perplexity_report(lm, {'seen': SENTENCES, 'new': ['i want pizza', 'pizza']})
     assert r.loc['new', ['sentences', 'words', 'oov', 'frequent_oov']].tolist() == [2, 4, 2, 'pizza']
     assert r.loc['seen', 'oov'] == 0
@@ -226,7 +191,7 @@ def test_perplexity_report(tmp_path):
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_capitals(suffix, tmp_path):
     "A 5-gram in capitals, as participants have, is queried in lower case, whole sentences and word by word."
-    text = build_ngram(SENTENCES, tmp_path/'lower.arpa', order=5, estimator='own').read_text()
+    text = build_ngram(SENTENCES, tmp_path/'lower.arpa', order=5).read_text()
     upper = tmp_path/f'upper{suffix}'
     capitals = '\n' + re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), text)
     upper.write_bytes((gzip.compress if suffix.endswith('gz') else bytes)(capitals.encode()))
@@ -245,7 +210,7 @@ def test_capitals(suffix, tmp_path):
 
 def test_written_text_is_cleaned(tmp_path):
     text = ['Mr. Doe said: “I’m 30.” See www.x.org! Let x be 1.']
-    path = build_ngram(text, tmp_path/'lm.arpa', order=2, clean=True, numbers=True, estimator='own')
+    path = build_ngram(text, tmp_path/'lm.arpa', order=2, clean=True, numbers=True)
     lm = NGram.load(path)
     assert all(w in lm for w in "mr doe said i'm thirty see wwwxorgwwwxorg".split()) and 'x' not in lm
 
@@ -272,7 +237,7 @@ def test_scales(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak/len(tokens) < 80 # Bytes: 4 GB
-    lm = NGram.load(build_ngram(sentences, tmp_path/'lm.arpa', order=3, estimator='own'))
+    lm = NGram.load(build_ngram(sentences, tmp_path/'lm.arpa', order=3))
     assert time.process_time() - start < 30
     r = perplexity_report(lm, {'seen': sentences[:500]})
     assert r.loc['seen', 'perplexity'] < len({w for s in sentences for w in s.split()})/10

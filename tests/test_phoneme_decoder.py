@@ -35,7 +35,7 @@ T15 = Path(__file__).parents[2]/'shared'/'t15'
 @pytest.fixture(scope='module')
 def lm(tmp_path_factory):
     path = tmp_path_factory.mktemp('lm')/'lm.arpa'
-    return Automaton.load(build_ngram(['a b', 'b a', 'ab', 'a', 'b b a'], path, order=2, estimator='own'))
+    return Automaton.load(build_ngram(['a b', 'b a', 'ab', 'a', 'b b a'], path, order=2))
 
 
 def random_model(seed):
@@ -164,7 +164,7 @@ def test_real_lists_become_sentences(tmp_path):
     lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::4]
     with open(T15/'train.csv') as f: text = [normalize_sentence(row['sentence']) for row in csv.DictReader(f)]
     words = sorted({w for s in text for w in s.split() if w.replace("'", '').isalpha()})
-    lm = Automaton.load(build_ngram(text, tmp_path/'lm.arpa', order=2, estimator='own'))
+    lm = Automaton.load(build_ngram(text, tmp_path/'lm.arpa', order=2))
     lexicon = build_lexicon(words, variants=False)
     others = lists[::4]
     model = fit_confusions([x for i, x in enumerate(lists) if i % 4], lexicon, lm, change_penalty=np.inf)

@@ -93,7 +93,7 @@ class Redis:
 
 @pytest.fixture(scope='module')
 def decoder(tmp_path_factory):
-    path = build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2, estimator='own')
+    path = build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2)
     lm = (NGram if find_spec('kenlm') else Automaton).load(path) # KenLM's scores, where it can be had, are not our code
     decoder = LexiconBeamDecoder(LEXICON, lm, nbest=5)
     stream = Stream(decoder) # Compiled before anybody waits

@@ -23,7 +23,7 @@ needs_kenlm = pytest.mark.skipif(find_spec('kenlm') is None, reason='the package
 def models(tmp_path_factory):
     "A model in lower case, and the same with some of its words in the case in which people write them."
     folder = tmp_path_factory.mktemp('lm')
-    plain = build_ngram(TEXT, folder/'plain.arpa', order=3, estimator='own')
+    plain = build_ngram(TEXT, folder/'plain.arpa', order=3)
     cased = folder/'cased.arpa'
     text = re.sub(r"(?<=[\t ])[a-z']+(?=[\t \n])", lambda m: CASED.get(m[0], m[0]), plain.read_text())
     cased.write_text(text, encoding='utf-8')

@@ -38,7 +38,7 @@ def frames(sentence, seed, fondness=1.):
 @pytest.fixture(scope='module')
 def lm(tmp_path_factory):
     folder = tmp_path_factory.mktemp('lm')
-    return Automaton.load(build_ngram(REFERENCES, folder/'lm.arpa', order=2, estimator='own'))
+    return Automaton.load(build_ngram(REFERENCES, folder/'lm.arpa', order=2))
 
 
 @pytest.fixture(scope='module')

@@ -31,7 +31,7 @@ def test_texts_of_a_language_model(text, tmp_path):
     assert list(read_sentences(['don`t\tgo', 'a `quoted` word'])) == ["don't go", 'a quoted word']
     assert clean_sentence(WRITTEN) == PLAIN
     assert list(clean_text(text, lexicon=WRITTEN.split())) == [PLAIN]*3
-    path = build_ngram(text, tmp_path/'lm.arpa', order=2, vocab=['Don’t', 'know', 'it’s'], estimator='own')
+    path = build_ngram(text, tmp_path/'lm.arpa', order=2, vocab=['Don’t', 'know', 'it’s'])
     words = {line.split('\t')[1] for line in path.read_text().split('\\2-grams:')[0].splitlines() if '\t' in line}
     assert words == {'<s>', '</s>', '<unk>', "don't", 'know', "it's"}
 

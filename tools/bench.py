@@ -132,7 +132,7 @@ def execute(path: Path):
     from papermill import PapermillExecutionError, execute_notebook
 
     from b2t_kaggle.devices.machine import cpu_name
-    from b2t_kaggle.pipeline.kernels import kernel_manager
+    from b2t_kaggle.pipeline.execute import kernel_manager
     describe = ['git', 'describe', '--always', '--dirty=+']   # a plus means uncommitted changes
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     machine = f'{cpu_name()}, {platform.system()}, Python {platform.python_version()}'

@@ -6,7 +6,7 @@ from nbconvert import MarkdownExporter
 from nbconvert.preprocessors import ExecutePreprocessor
 
 from b2t_kaggle.core.files import write_whole
-from b2t_kaggle.pipeline.kernels import kernel_manager
+from b2t_kaggle.pipeline.execute import kernel_manager
 
 ROOT = Path(__file__).resolve().parent.parent
 

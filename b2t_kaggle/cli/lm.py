@@ -16,7 +16,6 @@ from b2t_kaggle.cli.options import (
     FILE,
     FOLDER,
     TEXT,
-    Choice,
     StageGroup,
     dtype_option,
     numbers,
@@ -59,9 +58,7 @@ def _sentences_left_out(counts: Counter) -> str:
               help='Whether TEXTS are written text to clean, or sentences, one per line.')
 @click.option('--numbers/--no-numbers', default=True, show_default=True,
               help='Whether cleaning writes numbers in words, or cuts them out as the official formatter does.')
-@click.option('--estimator', default='auto', type=Choice(['auto', 'lmplz', 'own']),
-              help="KenLM's lmplz if it is installed (auto), only lmplz, or the kit's own estimator.")
-def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, estimator):
+def build(texts, *, output, order, prune, threshold, vocab, clean, numbers):
     """Build an n-gram model of texts, as an ARPA file.
 
     TEXTS are plain or .gz; the smoothing is modified Kneser-Ney."""
@@ -69,7 +66,7 @@ def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, esti
     left_out = Counter()
     with atomic_path(output) as scratch: # An unpruned model must not get the final name
         build_ngram(texts, scratch, order=order, vocab=vocab and read_vocabulary(vocab), prune=prune,
-                    estimator=estimator, clean=clean, numbers=numbers, left_out=left_out)
+                    clean=clean, numbers=numbers, left_out=left_out)
         if threshold: prune_ngram(scratch, scratch, threshold)
     click.echo(f'{_sentences_left_out(left_out)}{model_report([output]).to_string()}\nWrote {output}')
 

@@ -57,7 +57,7 @@ def compile_search(niceness: int = 0) -> None:
     from b2t_kaggle.phonemes import PHONEMES, build_lexicon
     with scratch_folder() as d, warnings.catch_warnings():
         warnings.simplefilter('ignore') # There is too little text
-        lm = load_ngram(build_ngram(['how are you'], d/'lm.arpa', order=2, estimator='own'))
+        lm = load_ngram(build_ngram(['how are you'], d/'lm.arpa', order=2))
         decoder = LexiconBeamDecoder(build_lexicon(['how', 'are', 'you']), lm)
         frames = np.full((9, len(PHONEMES)), -np.log(len(PHONEMES)))
         for boost in ({}, {'how are': 1.}): decoder.with_boost(boost).decode(frames)

@@ -272,7 +272,7 @@ def _clear(sentence):
 def decoding(bench):
     "Trials that are decoded in a second, and whether each is right."
     sentences = _sentences(60 if bench.small else 400)
-    arpa = build_ngram(sentences, bench.folder/'lm.arpa', order=3, estimator='own')
+    arpa = build_ngram(sentences, bench.folder/'lm.arpa', order=3)
     decoder = LexiconBeamDecoder(build_lexicon({w for s in sentences for w in s.split()}), load_ngram(arpa))
     trials = [_clear(s) for s in sentences]
     decoder.decode_all(trials[:4], progress=False)

@@ -261,7 +261,7 @@ def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
 
 def test_the_command_says_it_in_one_line(tmp_path):
     (tmp_path/'text').write_text('\n'.join(sentences(200)))
-    build = ['lm', 'build', '--sentences', '--estimator', 'own', '--order', '3', str(tmp_path/'text'), '-o']
+    build = ['lm', 'build', '--sentences', '--order', '3', str(tmp_path/'text'), '-o']
     with largest_file(LIMIT): result = CliRunner().invoke(main, [*build, str(tmp_path/'lm.arpa')])
     assert result.exit_code == 1 and result.output.startswith(f'Error: {tmp_path}/lm.arpa: not written'), result.output
     assert len(result.output.splitlines()) == 1 and os.listdir(tmp_path) == ['text']

@@ -7,7 +7,7 @@ GROUPS = (
                'guides/beside_the_official_kit.ipynb', 'guides/coming_from_other_decoders.ipynb')),
     ('How to', (
         'guides/colab.ipynb', 'guides/explore.ipynb', 'guides/official_checkpoint.ipynb',
-        'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/a_week_on_kaggle.ipynb',
+        'guides/which_encoder.ipynb', 'guides/a_week_on_kaggle.ipynb',
         'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
         'guides/testing_an_accelerator.ipynb', 'guides/measured_on_hardware.ipynb', 'guides/memory_and_disk.ipynb',
         'guides/more_than_one_machine.ipynb',
