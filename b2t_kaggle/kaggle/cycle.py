@@ -33,7 +33,16 @@ from ..core.locks import Lock
 from ..core.messages import printable
 from ..devices.interrupts import Ended
 from ..devices.kaggle_machines import KaggleAccelerator, kaggle_accelerator
-from .client import FAILED, BusyError, Client, KaggleError, RefusedError, UnreachableError, check_id, write_kernel
+from b2t_kaggle.kaggle.client import (
+    FAILED,
+    BusyError,
+    Client,
+    KaggleError,
+    RefusedError,
+    UnreachableError,
+    check_id,
+    write_kernel,
+)
 from .session import batches_done, in_stamp, is_simulated
 from .wheels import Image, build_wheels
 from ..lm.public_models import MODELS, get_model
