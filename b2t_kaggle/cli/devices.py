@@ -63,8 +63,8 @@ def docs(options):
     """Build the documentation site of a checkout.
 
     It needs the environment of the tests (./kit docs makes it). --output FOLDER names the folder, by default _docs;
-    --plain leaves out the outputs of examples, which are then not executed; --only NAME writes only this page: a
-    notebook, such as 00_metrics, or a title."""
+    --plain leaves out the outputs of examples, which are not executed; --only NAME writes one
+    page: a notebook, such as 00_metrics, or a title."""
     root = Path(b2t_kaggle.__file__).parent.parent
     if not (root/'tools'/'docs').is_dir():
         raise click.ClickException(f'{root} is not a checkout of the project (it has no tools/docs)')

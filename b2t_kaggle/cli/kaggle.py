@@ -43,11 +43,11 @@ def kaggle():
 @click.option('--with', 'packages', multiple=True, metavar='PACKAGE',
               help='Additional package, such as bitsandbytes for llm_quantization; repeat it for more.')
 def wheels(image, python, output, packages):
-    """Make a folder of wheels, for sessions without the internet.
+    """Make a folder of wheels for runtimes without the internet.
 
-    It has the kit, and the packages that the kit needs and the image lacks. This needs the internet here.
+    It has the kit, and the packages that it needs and the image lacks. This needs the internet here.
 
-    With --python the image's versions are unknown; all packages that fit are assumed to be there."""
+    With --python the image is unknown, so all suitable packages are assumed to be there."""
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
     output = output or Path(f'b2t-wheels-{image}{suffix}')
@@ -155,9 +155,9 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
        output):
     """Train on Kaggle, and make a submission.
 
-    Wheels of the kit and an n-gram become datasets; a notebook trains, and is pushed again with its output until the
-    training is over; another one decodes, and continues until an LLM has ranked all sentences; its CSV is fetched and
-    checked. Steps are not repeated: after an interruption the same command continues."""
+    It uploads wheels and an n-gram as datasets, pushes a training notebook until the training is
+    done, then another one that decodes until an LLM has ranked all sentences, and fetches and
+    checks the CSV. Steps are not repeated: after an interruption the same command continues."""
     cfg = with_overrides(preset(preset_), overrides)
     _refuse_local(cfg, overrides)
     client = None if is_printed else connect()
@@ -169,7 +169,7 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
     image = Image.read(kaggle_accelerator(accelerator).image, python)
     is_kept = before and not retry and before.python == python
     wheels = before.wheels if is_kept else f'{owner}/{wheels_slug(image.name, python)}'
-    has_lm = lm == 'imagineville' and (cfg.lm.path or cfg.lm.general) # Only the default gives way to --set
+    has_lm = lm == 'imagineville' and (cfg.lm.path or cfg.lm.general) # --set replaces only the default
     dataset, source = (None, None) if has_lm else _ngram(lm, owner)
     if lm == 'none': click.echo(_NO_LM, err=True)
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
@@ -186,7 +186,7 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
 @kaggle.command()
 @click.argument('folders', nargs=-1, type=EXISTING_FOLDER, metavar='[FOLDER]…')
 def status(folders):
-    """Show how far cycles are.
+    """Show the progress of cycles.
 
     Default: the cycles in folders kaggle-… here."""
     folders = folders or sorted(path.parent for path in Path().glob('kaggle-*/cycle.json'))

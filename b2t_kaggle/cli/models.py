@@ -27,8 +27,8 @@ def convert(source, target, preset_, overrides, yes):
     """Write a model in another framework's form.
 
     A TARGET that ends in .weights.h5 is TensorFlow's, one in .pt PyTorch's, any other a folder of the official kit.
-    SOURCE is a checkpoint of any of the three, or its folder. With --preset it may be a checkpoint of icefall's
-    second Zipformer, whose front end and output layer are then initialised as for a training."""
+    SOURCE is a checkpoint of any of the three, or its folder. With --preset it may be a checkpoint
+    of icefall's second Zipformer, with a new front end and output layer."""
     if overrides and not preset_: raise click.UsageError('--set changes a preset; say which, with --preset')
     cfg = load_config(base=preset_, overrides=overrides) if preset_ else None
     if Path(target).exists() and not yes: click.confirm(f'{target} exists; replace it?', abort=True)
@@ -41,7 +41,7 @@ def convert(source, target, preset_, overrides, yes):
 def audio():
     """Make speech targets, from which an encoder can learn.
 
-    The encoder learns to output a speech model's vectors."""
+    The encoder learns to predict a speech model's vectors."""
 
 @audio.command()
 @click.argument('sources', nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))

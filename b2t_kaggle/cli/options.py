@@ -39,7 +39,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = _Output(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-TEXT = click.Path(exists=True, path_type=Path) # Sentences, one per line, or a folder of sessions
+TEXT = click.Path(exists=True, path_type=Path) # File of sentences, one per line, or sessions
 
 # %% ../../nbs/cli/01_options.ipynb #c008
 class Choice(click.Choice):
@@ -118,7 +118,7 @@ class _Headed:
         words = list(args)
         try: rest = super().parse_args(ctx, args)
         except click.NoSuchOption as e:
-            word = next((w for w in words if w.startswith(e.option_name)), e.option_name) # Click reads -q of -quick
+            word = next((w for w in words if w.startswith(e.option_name)), e.option_name) # Click reads -quick as -q
             choices = {key.split('.')[1]: f'--set {key}=…' for key in config_fields()} | {
                 flag[2:].replace('-', '_'): flag for p in self.params for flag in p.opts}
             near = near_names(word.strip('-').partition('=')[0].replace('-', '_'), choices)
@@ -215,7 +215,7 @@ def refuse_options(
     names: Collection[str], # Parameters of the command without effect
     because: str,           # Reason, as a clause
 ) -> None:
-    "Raise `click.UsageError` if one of these options is on the command line."
+    "Raise `click.UsageError` if any of these options is on the command line."
     ctx = click.get_current_context(silent=True)
     if ctx is None: return # Called by a program
     for p in ctx.command.params:

@@ -61,7 +61,7 @@ def run_from_options(
     if exists and not (preset_ or config_): return Run(folder, work, overrides, save=False, plugin=plugin)
     if must_exist and not exists and (name or output_dir) and not (preset_ or config_ or data):
         source_path(str(folder), folder.parent, f' (--{"output-dir" if output_dir else "name"}): there is no such run',
-                    files=False) # Raises, and suggests runs with similar names
+                    files=False) # Raises an error with similar names
     cfg = load_config(config_, base=base, overrides=overrides)
     if config_ and (unused := unused_keys(read_yaml_file(config_))):
         click.echo(f'{config_}: keys without effect here: {", ".join(unused)}', err=True)
@@ -95,7 +95,7 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, u
     done = stages_in_common(run, model)
     check_stages(run, until, force, done)
     branch(run, model, done)
-    run.save() # Last, because a folder with a configuration counts as a complete variant
+    run.save() # Last: a folder with a configuration counts as complete
     rest = f'{", ".join(done)} need not be rerun' if done else 'its results cannot be reused'
     click.echo(f'{folder.name} is a variant of {source.name}; {rest}.', err=True)
     return run
@@ -137,8 +137,8 @@ def _tell_gains(run: Run, names: list[str]) -> None:
 # %% ../../nbs/cli/03_run.ipynb #c017
 def run_until(
     stage: str | None, # Last stage; None for all
-    force,             # Stages to do again
-    split: str | None = None, # Split to infer, without submission if that is val; None for both
+    force,             # Stages to run again
+    split: str | None = None, # Split to infer; no submission if it is val; None for both
     **options,         # Options of `run_from_options`
 ) -> None:
     "Run the stages up to this one and print their results."
@@ -153,7 +153,7 @@ def run_until(
     for name in stages:
         for line in STAGES[name].advice(run.cfg): click.echo(line, err=True)
     compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
-    os.environ[SPLIT_VARIABLE] = split or '' # For the kernel of the stage
+    os.environ[SPLIT_VARIABLE] = split or '' # For the stage's kernel
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)

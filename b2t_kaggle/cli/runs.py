@@ -26,7 +26,7 @@ from b2t_kaggle.pipeline.stamps import StageRun
 def _run_row(folder: Path, n_settings: int = 3) -> dict[str, str]:
     run = Run(folder, save=False)
     stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
-    def holds(name): # Whether a stage's outputs belong to the last outputs of the stages before it
+    def holds(name): # Whether a stage's outputs follow from the last ones before it
         stamp = stages[name].stamp
         earlier = [n for n in needs_of(name, run.cfg) if n in stages]
         return 'outputs' in stamp and all(stamp.get('needs', {}).get(n) == stages[n].id and holds(n) for n in earlier)
@@ -64,7 +64,7 @@ def _runs_table(rows: list[dict], width: int | None) -> str:
 def runs(out):
     """List the runs with their progress and error rates.
 
-    Phoneme and word error rates are on val. The settings are yours: values that differ from the preset."""
+    Phoneme and word error rates are on val. Settings are values that differ from the preset."""
     folders = sorted(f.parent for f in out.glob('*/config.yaml'))
     if not folders: return click.echo(with_command_name(f'There are no runs in {out}; `b2t run` makes one'))
     rows = []
@@ -111,10 +111,11 @@ _work_option = partial(click.option, '--work', type=FOLDER, default='data', show
 @click.option('--before', metavar='RUN', help='Run on the same trials; the page shows which ones RUN fixed and broke.')
 @_work_option()
 def errors(run, before, out, work):
-    """A page of a run’s errors: sort, filter, look at trials.
+    """Write a page of a run’s errors to sort, filter and look at.
 
-    It is for a browser. All trials of val can be sorted and filtered; a trial shows its alignment, n-best list,
-    phoneme posteriors and features. Tables count confusions, and what each stage fixed and broke."""
+    It is for a browser. All trials of val can be sorted and filtered; a trial shows its alignment,
+    n-best list, phoneme posteriors and features. Tables count confusions, and the errors that each
+    stage fixed and made."""
     from b2t_kaggle.pipeline.explore import open_run, write_errors
     path = write_errors(open_run(run, out, work), open_run(before, out, work) if before else None)
     click.echo(f'Open in a browser: {path}')
@@ -125,7 +126,7 @@ def errors(run, before, out, work):
 @out_option()
 @_work_option()
 def replay(run, trial, out, work):
-    """A page that plays a trial as a stream decodes it.
+    """Write a page that plays a trial while a stream decodes it.
 
     It is for a browser. TRIAL is a number in val, as in `b2t errors`. Features, phonemes and words appear in real time,
     each when its last bin was recorded."""

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['serve']
 
-# %% ../../nbs/cli/20_serve.ipynb #c002
+# %% ../../nbs/cli/20_serve.ipynb #c
 import logging
 import os
 
@@ -22,7 +22,7 @@ from ..pipeline.stamps import StageRun
 from ..rescoring.mixture import configured_weights, read_weights
 from ..rescoring.online import LLMRescorer, llm_scorer
 
-# %% ../../nbs/cli/20_serve.ipynb #c004
+# %% ../../nbs/cli/20_serve.ipynb #c
 def _tell_search(run: Run, options) -> None:
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
@@ -30,7 +30,7 @@ def _tell_search(run: Run, options) -> None:
                err=True)
 
 def _is_used(run: Run, stage: str, model: str | None) -> bool:
-    "Whether the LLM of a stage is used; prints it if the stage found no gain."
+    "Whether a stage uses its LLM; prints a line if it found no gain."
     if not model or is_kept(run, stage): return bool(model)
     click.echo(f'{stage}.llm is left out: the stage {stage} found no gain on val (rescore.keep=always takes it)',
                err=True)
@@ -51,7 +51,7 @@ def _llm(run: Run, decoder):
     return LLMRescorer(scorer, decoder, weights, n_augment=c.swaps,
                        temperature=calibration.temperature if calibration else 1.0)
 
-# %% ../../nbs/cli/20_serve.ipynb #c006
+# %% ../../nbs/cli/20_serve.ipynb #c
 @stage_command('serve')
 @click.option('--host', '--redis-ip', 'host', default='127.0.0.1', show_default=True, help='Host of Redis.')
 @click.option('--port', '--redis-port', 'port', default=6379, show_default=True, help='Port of Redis.')
@@ -70,7 +70,7 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
     """Decode online, behind the official Redis streams.
 
     A run's language model, and its LLM if it has one (rescore.llm), answer the requests of the official evaluation. The
-    options of the official script are taken as well."""
+    official script's options are also accepted."""
     if gpu_number: os.environ['CUDA_VISIBLE_DEVICES'] = gpu_number
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)

@@ -50,7 +50,7 @@ def with_pronunciations(
     words = np.array([w for w, _ in added], np.int64)
     added_start, symbols = flatten([s for _, s in added])
     n_words = max([len(prons.first) - 1, *(words + 1)])
-    at = prons.first[np.minimum(words + 1, len(prons.first) - 1)] # Where each pronunciation is inserted
+    at = prons.first[np.minimum(words + 1, len(prons.first) - 1)] # Where to insert each pronunciation
     counts = np.bincount(words, minlength=n_words)
     counts[:len(prons.first) - 1] += np.diff(prons.first)
     lengths = np.insert(np.diff(prons.start), at, np.diff(added_start))
@@ -60,7 +60,7 @@ def with_pronunciations(
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c010
 class SpellingGraph(NamedTuple):
-    """The graph that spells a sentence; node 0 is before the first word, the last one is the SIL of the last word.
+    """The graph of a sentence's spellings; node 0 is before the first word, the last one is its final SIL.
     If no class ends words, a word's last node replaces its SIL."""
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
@@ -109,7 +109,7 @@ def _spelling_graph(words, prons):
 _EVERY = 8 # Interval of frames for saved states and for bounds
 
 class _Bounds(NamedTuple):
-    "Upper bounds on the gain from frames after t = 0, _EVERY, … at nodes of a list's graph; no rows: unknown."
+    "Upper bounds on the gain from frames after t = 0, _EVERY, … at nodes of a list's graph; empty if unknown."
     low: np.ndarray  # First node of each row [n]
     most: np.ndarray # Bounds of the nodes from there on [n, width]
 
@@ -117,10 +117,10 @@ _NO_BOUNDS = _Bounds(np.zeros(0, np.int64), np.zeros((0, 0)))
 
 class _Limits(NamedTuple):
     "Limits of the paths through a graph: the frames that they need and an upper bound on their gain."
-    reach: np.ndarray  # Last node that nodes up to this one reach in a frame [N]
+    reach: np.ndarray  # Last node that can be reached in a frame from here or before [N]
     rest: np.ndarray   # Least number of frames from each node to the end [N]
     more: np.ndarray   # Log of the number of spellings after each node; zeros for a best path [N]
-    ahead: np.ndarray  # The most that all frames from each one on can add [T' + 1]
+    ahead: np.ndarray  # The most that the frames from each one on can add [T' + 1]
     places: np.ndarray # Index of each node in the graph of the list [N]; empty without one
     bounds: _Bounds    # Bounds of the nodes of that graph
 
@@ -132,7 +132,7 @@ def _join(a, b, add):
 
 @_jit
 def _most_ahead(log_probs, add):
-    "The most that all frames from each one on can add to a score: the best class, or all together [T' + 1]."
+    "The most that frames from each one on add to a score: by the best class, or by all [T' + 1]."
     ahead = np.zeros(len(log_probs) + 1)
     for t in range(len(log_probs) - 1, -1, -1):
         most = -math.inf
@@ -155,7 +155,7 @@ def _limits(graph, ahead, add, places, bounds):
     reach[n - 1] = n - 1
     for i in range(1, n): reach[i] = max(reach[i], reach[i - 1])
     if add:
-        for k in range(len(sil) - 2, -1, -1): # Backwards, a word and the SIL before it at a time
+        for k in range(len(sil) - 2, -1, -1): # Backwards, one word and the SIL before it at a time
             end = sil[k + 1]
             more[sil[k]:end] = more[end] + math.log(first[end + 1] - first[end])
     return _Limits(reach, rest, more, ahead, places, bounds)
@@ -165,7 +165,7 @@ _MOST = 1024 # Nodes in a frame
 
 @_jit
 def _move(frame, graph, label, blank, low, high, add):
-    "Move the nodes from low to high by one frame; all others must be ruled out."
+    "Move the nodes from low to high by one frame; no other node may hold a path."
     symbol, first, before, sil = graph
     for i in range(high, low - 1, -1): # Backwards, so that predecessors still hold the frame before
         score = label[i]
@@ -245,7 +245,7 @@ def _save(saved, low, high, furthest, label, blank):
 
 @_jit
 def _keep_saved(saved, node):
-    "Drop states with paths that have reached a node, after which the next sentence differs."
+    "Drop states after paths have reached the node where the next sentence differs."
     while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c023
@@ -305,7 +305,7 @@ def _differences(text: list[int], text2: list[int]) -> list[tuple[int, int, int,
     ranges = []
     i = j = 0
     for m in Levenshtein.opcodes(text, text2).as_matching_blocks():
-        more = m.size > 0 and (m.a == i or m.b == j) # One of them would be empty: include the next word
+        more = m.size > 0 and (m.a == i or m.b == j) # An empty range also takes the next word
         if m.a > i or m.b > j: ranges.append((i, m.a + more, j, m.b + more))
         i, j = m.a + m.size, m.b + m.size
     return ranges
@@ -319,8 +319,8 @@ class _ListGraph(NamedTuple):
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c030
 def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], list[list[tuple[int, int]]]]:
-    """Words of the first text and of alternatives to parts of it, one after the other; the start of each alternative,
-    by `(a, b, words)`; and the ranges of words that make up each text [n]."""
+    """The first text and the alternatives to parts of it as one word list; the start of each
+    alternative, by `(a, b, words)`; and the word ranges of each text [n]."""
     words = list(texts[0])
     begin: dict[tuple, int] = {}
     ranges: list[list[tuple[int, int]]] = []
@@ -340,7 +340,7 @@ def _with_alternatives(self: SpellingGraph, n_words: int, begins: dict[tuple, in
     "The graph with alternatives next to the words that they replace, and the index of each node in it."
     n, sil, first = len(self.symbol), self.sil, self.first
     node, before, place = np.repeat(np.arange(n), np.diff(first)), self.before.copy(), np.arange(n)
-    position = np.arange(n, dtype=float) # Predecessors have smaller ones
+    position = np.arange(n, dtype=float) # Predecessors have smaller positions
     is_end = place == sil[n_words]
     for (a, b, words), k in begins.items():
         begin, end = sil[k], sil[k + len(words)]
@@ -350,7 +350,7 @@ def _with_alternatives(self: SpellingGraph, n_words: int, begins: dict[tuple, in
         if a < b and words: # Its SIL is the SIL of word b - 1
             node[arcs][node[arcs] == end] = place[end] = sil[b]
             continue
-        is_end[end if words else sil[a]] = True # Words after the last one, or the last ones are missing
+        is_end[end if words else sil[a]] = True # Either text may be shorter
         position[begin + 1:end + 1] = n + place[begin + 1:end + 1]
     order = np.argsort(position, kind='stable')
     rank = np.argsort(order)
@@ -416,10 +416,10 @@ def _bounds(log_probs: np.ndarray, graph: _ListGraph) -> _Bounds:
 # %% ../../nbs/decoding/05_acoustic.ipynb #c037
 _GUESS = 32.0   # First guess of a sentence's gap to the best possible score [nats]
 _SPREAD = 24.0  # Guess of the gap between the sentences of a list and the first one [nats]
-_NO_MORE = 64.0 # Gap of the paths that a sum leaves out [nats]
+_NO_MORE = 64.0 # Lower paths do not change a sum [nats]
 
 class _Prior(NamedTuple):
-    "Estimates about n texts before they are scored."
+    "Estimates for n texts before they are scored."
     guess: float       # Score that most texts reach; -inf if unknown
     start: np.ndarray  # Start of each text's `places` [n + 1]
     places: np.ndarray # `places` of all texts, see `_Limits`
@@ -477,16 +477,16 @@ def _scores(log_probs, words, starts, order, prons, add, prior, ranges):
             is_sure = scores[i] > -math.inf or gap > 1e5*n_frames
             if scores[i] > -math.inf: least = scores[i]
             elif not is_sure: least = ahead[0] - gap
-            else: # A path that is too far from the others
+            else: # Here the path is too far from the others
                 least = -math.inf
                 most = len(limits.rest)
     return scores
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c040
-_MUCH = 1 << 21 # Nodes in all frames and texts above which bounds save time
+_MUCH = 1 << 21 # Nodes of all frames and texts from which bounds save time
 
 def _prior_of(log_probs, words, starts, order, prons, add: bool, ranges: _Ranges) -> _Prior:
-    "Estimates about all texts from the first one in this order; parameters like `_scores`."
+    "Estimates for all texts, computed from the first in this order; parameters as in `_scores`."
     n = len(order)
     prior = _no_prior(n)
     if n == 1 and not add: return prior
@@ -517,7 +517,7 @@ def acoustic_scores(
 # %% ../../nbs/decoding/05_acoustic.ipynb #c048
 @_inlined
 def _best_source(score, graph, i):
-    "Source of the best path to a node: the node itself, a predecessor, or the blank after a predecessor."
+    "Predecessor on the best path to a node: the node itself, a predecessor, or the blank after one."
     source = 2*i + 1
     for m in range(graph.first[i], graph.first[i + 1]):
         j = graph.before[m]
@@ -566,6 +566,6 @@ def word_spans(
     if _scores(log_probs, words, ends, only, prons, False, _no_prior(1), ranges)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
     path = _best_path(log_probs, graph, ranges)
-    last = graph.sil + (prons.word_end < 0) # After the last node of a word
+    last = graph.sil + (prons.word_end < 0) # After a word's last node
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in zip(graph.sil, last[1:])]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)

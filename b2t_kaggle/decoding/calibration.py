@@ -24,7 +24,7 @@ from .nbest import Hypothesis, agreement
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c006
 class WordEvidence(NamedTuple):
-    "The words of the best hypotheses of n lists: entries that have them, and whether they are right."
+    "The words of n best hypotheses: which list entries share them, and whether they are right."
     totals: np.ndarray # Totals of each list relative to its best; -inf beyond its end [n, N]
     same: np.ndarray   # Whether an entry has a word at its position [W, N]
     list_of: np.ndarray # List of each word [W]
@@ -52,7 +52,7 @@ def word_evidence(lists: Sequence[Sequence[Hypothesis]], references: Sequence[st
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c008
 TEMPERATURES = np.geomspace(0.1, 1000, 189) # Candidates, in steps of 5 %
-_LEAST = 1e-6 # Least probability: a wrong word with a confidence of 1 must not cost infinitely much
+_LEAST = 1e-6 # Least probability: a wrong word with confidence 1 must not cost infinitely much
 
 @patch
 def costs(self: WordEvidence) -> np.ndarray:
@@ -64,8 +64,8 @@ def area_under_roc(
     scores: np.ndarray, # Scores, such as confidences [n]
     right: np.ndarray,  # Whether each is the score of something right [n]
 ) -> float:
-    """Probability that something right has a higher score than something wrong, equal scores counting half, by ranks
-    (Mann and Whitney, 1947; Hanley and McNeil, 1982). Some must be right and some wrong."""
+    """Probability that something right scores higher than something wrong, ties counting half, by
+    ranks (Mann and Whitney, 1947; Hanley and McNeil, 1982). Needs both right and wrong ones."""
     right = np.asarray(right, bool)
     n_right = int(right.sum())
     rank = pd.Series(scores).rank().to_numpy() # Equal scores share their ranks, which begin with 1
@@ -76,11 +76,11 @@ MIN_TRIALS = 50 # Least number of trials to tune or to calibrate on
 
 @dataclass(frozen=True)
 class Quality:
-    "Measures of the confidences of words."
+    "Quality measures of word confidences."
     cross_entropy: float # Mean, in nats
     error: float         # Expected calibration error (Naeini et al., 2015)
     area: float | None   # Area under the ROC of whether a word is right; `None` if all are, or none
-    bins: tuple[tuple[int, float, float], ...] # Words, mean confidence and fraction of right ones, by tenths
+    bins: tuple[tuple[int, float, float], ...] # Words, mean confidence and share of right ones, by tenths
 
 @dataclass(frozen=True)
 class Calibration:

@@ -42,14 +42,14 @@ def say_when_compiling() -> None:
 
 # %% ../../nbs/decoding/11_compilation.ipynb #c009
 def marker() -> Path:
-    "The file that records that the search is compiled."
+    "A file that records that the search was compiled."
     folder = Path(b2t_kaggle.__file__).parent/'decoding'
     sources = [p.read_text(encoding='utf-8') for p in sorted(folder.glob('*.py'))]
     versions = [sys.version, importlib.metadata.version('numba'), str(folder)]
     return user_cache('compiled')/hashlib.sha256('\n'.join(versions + sources).encode()).hexdigest()[:16]
 
 def compile_search(niceness: int = 0) -> None:
-    "Compile the functions of a search with an ARPA file, and record that in `marker`."
+    "Compile the functions of a search with an ARPA file, and record it in `marker`."
     if niceness and hasattr(os, 'nice'): os.nice(niceness)
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram
@@ -65,7 +65,7 @@ def compile_search(niceness: int = 0) -> None:
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    "While the block runs, compile the search in another process, which yields to others, if this was never done."
+    "While the block runs, compile the search in a low-priority process, if this was never done."
     if marker().exists():
         yield
         return
@@ -74,5 +74,5 @@ def compiled_ahead() -> Iterator[None]:
     process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none)
     try: yield
     finally:
-        process.kill() # Unless it is over
+        process.kill() # If it is still running
         process.wait()

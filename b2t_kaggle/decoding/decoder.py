@@ -77,9 +77,9 @@ class SearchOptions:
     blank_penalty: float = 1.0    # Divisor of the blank's probability
     nbest: int = 10               # Hypotheses returned; above ten, fewer if `threshold` leaves fewer
     merge: Literal['max', 'sum'] = 'max' # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
-    threshold: float = 12.0       # Gap to the best that drops a hypothesis [acoustic nats] (`beam_threshold`)
+    threshold: float = 12.0       # Largest gap to the best hypothesis [acoustic nats] (`beam_threshold`)
     blank_skip: float = 0.999     # Probability of the penalised blank above which a frame is not searched
-    fusion: Fusion | None = None  # Language model of whole sentences inside the search, in addition to the n-gram
+    fusion: Fusion | None = None  # Whole-sentence language model in the search, besides the n-gram
     frame_ms: float | None = None # Time from one frame to the next; gives hypotheses their `words`
     frame_offset_ms: float = 0.0  # Beginning of the first frame, from the start of the trial
     temperature: float = 1.0      # Divisor of totals for posteriors, such as the result of `cross_calibrate`
@@ -103,7 +103,7 @@ class SearchOptions:
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c011
 class Vocabulary(NamedTuple):
-    "Words of a decoder, with the data that searches and scores them."
+    "A decoder's words, with the data to search and score them."
     words: list[str]
     number: dict[str, int] # Index of each word in `words`
     classes: Classes       # Classes of the acoustic model
@@ -120,10 +120,10 @@ class Vocabulary(NamedTuple):
 class LexiconBeamDecoder:
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
 
-    In each frame it keeps the `beam` best pairs of trie node and n-gram state; the sentences found in this way are then
-    scored by definition. A word that the n-gram lacks is scored as its `<unk>` (10^-100 without one, as in KenLM). An
-    n-gram whose ARPA file still exists is searched as an `Automaton`, any other by queries to KenLM, which take more
-    time.
+    In each frame it keeps the `beam` best pairs of trie node and n-gram state; the sentences found
+    are then scored exactly. A word that the n-gram lacks is scored as its `<unk>` (10^-100 without
+    one, as in KenLM). An n-gram whose ARPA file still exists is searched as an `Automaton`, others
+    by slower queries to KenLM.
 
     Hypotheses know their list, and so their `posterior`. With `frame_ms`, which `logits.frame_times` gives, they also
     know their `words`, for which they keep the frames of their trial.
@@ -258,7 +258,7 @@ def _rank(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray, st
     return [h for h in hyps if h.total > -math.inf]
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c021
-_ENOUGH = 10 # Sentences of a trial that need no further search
+_ENOUGH = 10 # Enough sentences of a trial
 
 def _distinct(*lists: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     texts = {tuple(words[a:b].tolist()): None for words, starts in lists for a, b in itertools.pairwise(starts)}
@@ -266,15 +266,16 @@ def _distinct(*lists: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.nda
     return words, start
 
 def _texts_of(search: Search, n_best: int) -> tuple[np.ndarray, np.ndarray]:
-    "More texts than the list will have, since other scores rank them; a fusion has not scored unfinished ones."
+    "More texts than the list will have, because other scores rank them; unfinished ones have no fusion score."
     texts = search.texts(2*n_best)
     if len(texts[1]) > n_best or isinstance(search, FusedSearch): return texts
     return _distinct(texts, search.begun_texts(2*n_best))
 
 @patch
 def finish(self: LexiconBeamDecoder, search: Search, log_probs: np.ndarray) -> list[Hypothesis]:
-    """The n-best of a trial whose frames, from `prepare` [T', K], were all searched; returns the search. If the
-    threshold left few sentences, the frames are searched again with a larger one, except with a fusion."""
+    """The n-best of a trial after all frames from `prepare` [T', K] were searched; returns the
+    search. If the threshold left few sentences, the frames are searched again with a larger one
+    (not with a fusion)."""
     o = self.options
     words, starts = _texts_of(search, o.nbest)
     for factor in (2, 4):
@@ -290,7 +291,7 @@ def finish(self: LexiconBeamDecoder, search: Search, log_probs: np.ndarray) -> l
 
 @patch
 def _word_times(self: LexiconBeamDecoder, log_probs: np.ndarray) -> Callable[[str], np.ndarray] | None:
-    "Function from a sentence to the begin and end of its words in ms, with frames [T', 41] from `prepare`."
+    "Function from a sentence to its words' begins and ends in ms, for frames [T', 41] from `prepare`."
     offset, frame_ms = self.options.frame_offset_ms, self.options.frame_ms
     if frame_ms is None: return None
     return lambda text: offset + frame_ms*(self.word_frames(log_probs, text) + [0, 1])
@@ -339,7 +340,7 @@ def with_options(self: LexiconBeamDecoder, **changes: Any) -> LexiconBeamDecoder
     decoder = copy(self)
     decoder.options = replace(self.options, **changes)
     if changes.keys() & {'beam', 'lm_weight', 'word_score', 'fusion'}: decoder._use(self.vocabulary)
-    if self.boost and 'lm_weight' in changes: decoder._set_boost(self.boost) # The look-ahead has gains by `lm_weight`
+    if self.boost and 'lm_weight' in changes: decoder._set_boost(self.boost) # The look-ahead depends on `lm_weight`
     return decoder
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c037
@@ -387,7 +388,7 @@ def boosted(self: Vocabulary, boosts: Sequence[Boost], added: Sequence[AddedWord
     if len(self.trie.n_children) and not new: return grown # No look-ahead to change
     unigrams = grown.scorer().unigrams()
     gains = most_gains(bonuses)[:len(unigrams)]/lm_weight
-    # More would promise so much to the beginning of a word that the threshold drops all else, whatever is spoken
+    # A larger promise at a word's beginning would make the threshold drop everything else
     ahead = np.maximum(unigrams, np.minimum(unigrams + gains, unigrams.max()))
     spelled = [(w, s) for w in dict.fromkeys(phrases.words.tolist()) for s in spellings_of_word(grown.prons, w)]
     return grown._replace(trie=add_words(self.trie, spelled, [ahead[w] for w, _ in spelled]))

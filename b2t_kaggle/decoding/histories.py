@@ -18,17 +18,18 @@ from ..lm.ngram import LN10
 
 # %% ../../nbs/decoding/02_histories.ipynb #c006
 class FusedTrial(Protocol):
-    "A language model during one trial. Histories are numbers [n]; 0 and histories that were scored are known to it."
+    "A language model during one trial. Histories are numbers [n]; it knows 0 and the histories that were scored."
 
     def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Natural-log probability of each history's last word after the others [n], with the numbers of new histories,
-        ascending, of the histories without their last words, and the ids of these words, each [n]."""
+        """Natural-log probability of each history's last word given the others [n]; takes the
+        numbers of new histories, ascending, of the histories without their last words, and the ids
+        of these words, each [n]."""
 
     def end(self, histories: np.ndarray) -> np.ndarray:
         "Natural-log probability that the sentence ends after each history [n]; zeros if ends are not scored."
 
     def keep(self, histories: np.ndarray) -> None:
-        "Announce that most queries from now on continue these histories [n]; memory of others may be freed."
+        "Announce that most future queries continue these histories [n]; memory of others may be freed."
 
 class Fusion(Protocol):
     "A language model for whole histories; `b2t_kaggle.rescoring.fusion.LLMFusion` is one."
@@ -47,7 +48,7 @@ class Histories(NamedTuple):
     word: np.ndarray   # The last word
     state: np.ndarray  # n-gram state after it
     ngram: np.ndarray  # Natural-log probability of the last word by the n-gram
-    llm: np.ndarray    # The same by the fusion; NaN: not scored yet
+    llm: np.ndarray    # Log-probability by the fusion; NaN: not scored yet
 
 def _new_histories(size: int) -> Histories:
     return Histories(*np.zeros((3, size), np.int32), *np.full((2, size), np.nan))
@@ -107,7 +108,7 @@ class HistoryScorer(ScoreCache):
 
 @_jit
 def _path_sums(parent, values, histories):
-    "The sum of values over each history and its beginnings."
+    "The sum of values over each history and its prefixes."
     sums = np.zeros(len(histories))
     for i in range(len(histories)):
         h = histories[i]
@@ -142,7 +143,7 @@ def _fuse(self: HistoryScorer, histories: np.ndarray, held: np.ndarray) -> np.nd
     layers = [np.zeros(0, np.int32)]
     while len(histories):
         histories = np.unique(histories)
-        histories = histories[np.isnan(tree.llm[histories])] # Beginnings of scored histories are scored
+        histories = histories[np.isnan(tree.llm[histories])] # Prefixes of scored histories are scored
         layers.append(histories)
         histories = tree.parent[histories]
     new = np.unique(np.concatenate(layers))

@@ -37,11 +37,11 @@ _NODE = np.dtype([
 
 class Trie(NamedTuple):
     "A phoneme trie. Node 0 is the root; its symbol is SIL, because the end of a word leads there."
-    nodes: np.ndarray # Records: children, first_child, parent, first_word, n_words, symbol, ahead [N]
+    nodes: np.ndarray # Records [N]
     words: np.ndarray # Ids of the words that end at each node: first_word … first_word + n_words - 1 [E]
-    last: np.ndarray       # Without a word's end: last token of each of these words, which leads to a root [E]
-    n_children: np.ndarray # Number of children, if they are too many for a set of bits; else empty [N]
-    n_roots: int           # 1; without a word's end one for each class, for each last token
+    last: np.ndarray       # Without a word end: last token of each of these words, which leads to a root [E]
+    n_children: np.ndarray # Number of children, if classes exceed a bit set; else empty [N]
+    n_roots: int           # 1; without a word end one per class, for each last token
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c008
 class Classes(NamedTuple):
@@ -136,13 +136,13 @@ _ONE_INT = types.int64(types.int64) # The type of both: int64 -> int64
 
 @intrinsic
 def count_bits(typing_context, bits):
-    "Number of bits that are set, in compiled code."
+    "Number of set bits, in compiled code."
     def emit(context, builder, signature, args): return builder.ctpop(args[0])
     return _ONE_INT, emit
 
 @intrinsic
 def lowest_bit(typing_context, bits):
-    "Number of the lowest bit that is set, in compiled code; 64 for 0."
+    "Index of the lowest set bit, in compiled code; 64 for 0."
     def emit(context, builder, signature, args):
         undefined_for_zero = ir.Constant(ir.IntType(1), 0)
         return builder.cttz(args[0], undefined_for_zero)
@@ -179,7 +179,7 @@ def _look_ahead(parents: list[np.ndarray], node: np.ndarray, log_probs: np.ndarr
     return ahead
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c027
-_BITS = 64 # Most classes for a set of bits
+_BITS = 64 # Most classes for a bit set
 _NONE = np.zeros(0, np.int32)
 
 @patch
@@ -253,8 +253,8 @@ def add_words(
     spellings: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps a new one, and a spelling
     unigrams: Sequence[float], # Natural-log probability of each spelling's word, for the look-ahead
 ) -> Trie:
-    """The trie with further words or spellings, or with a better look-ahead of present ones. Raises `ValueError` for a
-    trie without sets of bits, which cannot be extended."""
+    """The trie with more words or spellings, or with a better look-ahead of existing ones. Raises
+    `ValueError` for a trie without bit sets, which cannot be extended."""
     if len(trie.n_children):
         raise ValueError('words cannot be added to a model of more than 64 classes or without a word_end; '
                          'give them in the lexicon')
@@ -281,7 +281,7 @@ class AddedWord(NamedTuple):
     is_guessed: bool # Whether the pronunciation is guessed from the letters
 
 def added_words(boosts: Sequence[Boost], lexicon: Container[str]) -> list[AddedWord]:
-    "Words of boosts that a lexicon lacks, and words with a given pronunciation."
+    "Words of boosts that a lexicon lacks, and words with a specified pronunciation."
     given: dict[str, list[list[str]]] = {w: [] for b in boosts for w in b.words}
     for b in boosts:
         for word, phonemes in zip(b.words, b.phonemes): given[word].append(phonemes)

@@ -59,10 +59,10 @@ class Hypothesis:
                          'rescored; take it from with_posteriors(hypotheses), or from with_words of the decoder')
 
     def _with_list(self, nbest: '_NBest') -> 'Hypothesis':
-        "A copy that knows a list, in a fifth of the time of `copy.copy`."
+        "A copy that knows its list, in a fifth of the time of `copy.copy`."
         hypothesis = object.__new__(type(self))
         hypothesis.__dict__.update(self.__dict__)
-        object.__setattr__(hypothesis, '_list', nbest) # Fields are frozen, and this is not one
+        object.__setattr__(hypothesis, '_list', nbest) # Only fields are frozen
         return hypothesis
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c009
@@ -70,7 +70,7 @@ class Hypothesis:
 class LLMHypothesis(Hypothesis):
     "A hypothesis that a large language model has scored, within the search or after it."
     llm: float = 0.0            # Natural-log probability of the words
-    n_tokens: int | None = None # Number of the model's tokens, with those before every text; `None` if unknown
+    n_tokens: int | None = None # Number of tokens, with those before every text; `None` if unknown
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
 def agreement(words: Sequence, sentences: Sequence[Sequence]) -> np.ndarray:
@@ -98,7 +98,7 @@ def posteriors(totals: Sequence[float] | np.ndarray, temperature: float) -> np.n
     return p/p.sum()
 
 class _NBest(NamedTuple):
-    "An n-best list as its entries know it."
+    "The n-best list that its entries refer to."
     posteriors: dict[str, float]       # Posterior of each text
     words: Callable[[str], list[Word]] # Words of a text; raises `ValueError` if their times are unknown
     times: Callable[[str], np.ndarray] | None = None # Begin and end of each word of a text [n_words, 2] ms
@@ -127,7 +127,7 @@ def with_posteriors(
     return [h._with_list(nbest) for h in hyps]
 
 def times_of(hypothesis: Hypothesis) -> Callable[[str], np.ndarray] | None:
-    "Begin and end of a sentence's words [n_words, 2] ms, as the list of a hypothesis knows them."
+    "Begin and end of a sentence's words [n_words, 2] ms, computed by the hypothesis's list."
     return getattr(getattr(hypothesis, '_list', None), 'times', None)
 
 def known_words(hypothesis: Hypothesis) -> list[Word] | None:

@@ -6,7 +6,7 @@
 __all__ = ['NGramScorer', 'Phrases', 'NGramView', 'AutomatonScorer', 'score_word', 'may_gain', 'expect_word', 'ScoreCache',
            'KenLMScorer', 'BoostedScorer']
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c003
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 from copy import copy
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, empty_table, fi
 from ..lm.boost import most_gains
 from ..lm.ngram import LN10, NGram
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c005
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 _PAIR = np.dtype([('ngram', np.int32), ('phrase', np.int32)]) # Two states
 _PAIRS = 1 << 30 # State number of the first pair
 
@@ -47,10 +47,10 @@ class NGramView(NamedTuple):
     lazy: bool           # Whether a missing arc is a query to KenLM
     phrases: Phrases = _NO_PHRASES # Phrases of a boost
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c007
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 class AutomatonScorer:
     "An automaton as a search queries it."
-    most_bonus = 0.0 # Largest score that boosts add to a word
+    most_bonus = 0.0 # Most that boosts add to a word's score
     def __init__(self, automaton: Automaton, words: list[str]):
         self.automaton = automaton
         self.arrays = automaton.arrays
@@ -89,7 +89,7 @@ class AutomatonScorer:
         scorer.arrays = self.arrays._replace(first=np.concatenate([first, added]))
         return scorer
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c010
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 @_inlined
 def _ngram_score(ngram, state, word):
     "The n-gram's log10 probability of a word, and its next state."
@@ -99,7 +99,7 @@ def _ngram_score(ngram, state, word):
     if ngram.arcs[i].key < 0: return np.float32(0), np.int32(-1)
     return ngram.arcs[i].log_prob, ngram.arcs[i].next
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c014
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 @_jit
 def _pair(phrases, ngram_state, phrase_state):
     "State number of a pair, perhaps a new one; -1 if the table is full."
@@ -115,7 +115,7 @@ def _pair(phrases, ngram_state, phrase_state):
     arc.next = _PAIRS + n
     return arc.next
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c016
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 @_jit
 def _within_phrase(ngram, pair, word):
     phrases = ngram.phrases
@@ -167,7 +167,7 @@ def _text_scores(words, starts, ngram, begin):
         scores[i] += score_word(ngram, state, unknown + 1)[0]
     return scores
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c021
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 @_jit
 def _remember(arcs, n_filled, keys, log_probs, states):
     "Put answers into the table; returns the number of its answers, or -1 if they would not fit."
@@ -183,7 +183,7 @@ _NO_FIRST = np.zeros(0, FIRST) # A table has arcs only
 _NO_STATES = np.zeros(0, STATE)
 _TABLE_SIZE = 1 << 17          # At the beginning
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c022
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 class ScoreCache:
     "Answers of a language model so far, in a table for compiled code."
     def __init__(self, n_words: int):
@@ -209,7 +209,7 @@ class ScoreCache:
             self.n_filled = _remember(self.arcs, 0, *columns)
         self.n_filled = n_filled
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c024
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 class KenLMScorer(ScoreCache):
     "A KenLM model as a search queries it, with a table of its answers so far."
     MAX_STATES = 1_000_000 # About 200 MB; then the table is emptied
@@ -231,7 +231,7 @@ class KenLMScorer(ScoreCache):
         self.number = {first: 0} # Number of each state
 
     def begin_trial(self) -> None:
-        "Forget the states, which no hypothesis needs between two trials, if there are too many."
+        "Forget the states between two trials if there are too many."
         if len(self.states) > self.MAX_STATES + 1: self.forget()
 
     def unigrams(self) -> np.ndarray:
@@ -249,7 +249,7 @@ class KenLMScorer(ScoreCache):
             if states[-1] == len(self.states): self.states.append(after)
         self._store(keys, np.array(log_probs, np.float32), np.array(states, np.int32))
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c030
+# %% ../../nbs/decoding/01_scorers.ipynb #c
 class BoostedScorer:
     "An n-gram and boosted phrases as a search queries them."
     def __init__(self, ngram: AutomatonScorer | KenLMScorer, phrases: Arrays, room: int = 1 << 12):
@@ -273,7 +273,7 @@ class BoostedScorer:
         self.phrases.n_pairs[0] = 0
 
     def resolve(self, keys: np.ndarray) -> None:
-        "Make room if the table of pairs is full, or else query KenLM for keys, state · 2^32 + word [n]."
+        "Make room if the table of pairs is full, else query KenLM for keys, state · 2^32 + word [n]."
         n = int(self.phrases.n_pairs[0])
         if n == len(self.phrases.pairs):
             self._make(4*n)
@@ -284,7 +284,7 @@ class BoostedScorer:
         self.ngram.resolve((states << 32) | (keys & 0xffffffff))
 
     def _make(self, room: int) -> None:
-        "Make room for a number of pairs; present ones keep their numbers."
+        "Make room for a number of pairs; existing ones keep their numbers."
         old = self.phrases.pairs[:self.phrases.n_pairs[0]]
         self.phrases.n_pairs[0] = 0
         pairs = np.zeros(room, _PAIR)

@@ -83,7 +83,7 @@ class State(NamedTuple):
 class Options(NamedTuple):
     "Parameters of a search; scores in float32, as compiled code uses them."
     beam: int               # Hypotheses kept per frame
-    threshold: np.float32   # Gap to the best hypothesis that drops one
+    threshold: np.float32   # Largest gap to the best hypothesis
     lm_weight: np.float32   # Weight of the n-gram's score
     word_score: np.float32  # Score added per word
     most_bonus: np.float32  # The most that boosts add to a word's score
@@ -134,7 +134,7 @@ class Search:
     def model(self) -> Model: return Model(self.trie, self.scorer.view, self.options)
 
     def start(self, threshold: float) -> None:
-        "Begin a trial; `threshold` is the gap to the best hypothesis that drops one."
+        "Begin a trial; `threshold` is the largest gap to the best hypothesis."
         self.scorer.begin_trial()
         self.options = self.options._replace(threshold=np.float32(threshold))
         self.n_frames = 0
@@ -149,7 +149,7 @@ class Search:
         self.n_frames += len(scores)
 
     def texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-        "The best distinct texts: word ids, concatenated [W], and the beginning of each and the last end [n + 1]."
+        "The best distinct texts: concatenated word ids [W], and where each begins and the last ends [n + 1]."
         while True:
             scores, starts = _complete(self.model, self.state)
             if not self.count['n_queries']: break
@@ -160,7 +160,7 @@ class Search:
 # %% ../../nbs/decoding/04_search.ipynb #c027
 @patch
 def _provide(self: Search) -> None:
-    "Provide n-gram scores or room, for which the compiled search has stopped."
+    "Provide n-gram scores or room if the compiled search stopped for them."
     state, count = self.state, self.count
     if count['n_queries']: self.scorer.resolve(state.queries[:count['n_queries']])
     count['n_queries'] = 0
@@ -186,7 +186,7 @@ def _add_word(arena, count, prev, word):
 
 @_jit
 def _better(arena, count, score, history, score2, history2):
-    "The better of two scores and its history; if the other history holds other texts, a merge records it."
+    "The better of two scores and its history; a merge also records the other history if its texts differ."
     if score2 > score:
         score, score2 = score2, score
         history, history2 = history2, history
@@ -242,7 +242,7 @@ def _better_path(hyp, arena, count):
 
 @_jit
 def _join_label(candidate, arena, count, score, history, ahead):
-    "A path comes to a candidate; returns the candidate's score."
+    "Add a path to a candidate; returns the candidate's score."
     label, label_history = _better(arena, count, candidate.label, candidate.label_history, score, history)
     candidate.label = label
     candidate.label_history = label_history
@@ -278,7 +278,7 @@ def _active(scores, bound):
 
 @_jit
 def _from_parents(frame, model, state, top):
-    "Join what comes from parent nodes to the hypotheses at their children; returns the best score."
+    "Add moves from parent nodes to the hypotheses at their children; returns the best score."
     hyps, paths, table, count = state.hyps, state.paths, state.table, state.counters[0]
     nodes, lm_weight = model.trie.nodes, model.options.lm_weight
     for i in range(count.n_hyps):
@@ -290,7 +290,7 @@ def _from_parents(frame, model, state, top):
         j = _get(table, count.n_frames, hyps[i].state, node.parent)
         if j < 0: continue
         paths[j].taken |= np.int64(1) << node.symbol
-        again = nodes[node.parent].symbol == node.symbol # Then only after a blank
+        again = nodes[node.parent].symbol == node.symbol # Equal classes need a blank between
         score = hyps[j].blank if again else paths[j].score
         history = hyps[j].blank_history if again else paths[j].history
         score += frame.scores[node.symbol]
@@ -300,7 +300,7 @@ def _from_parents(frame, model, state, top):
 # %% ../../nbs/decoding/04_search.ipynb #c042
 @_jit
 def _overflows(count, arena_size, n, more) -> bool:
-    "Whether `more` arrivals after n candidates, or two arena entries for each, might not fit: sets `overflow`."
+    "Whether `more` arrivals after n candidates, or two arena entries for each, might not fit."
     too_many = n + count.n_queries + more > count.n_hyps + count.room
     if not too_many and count.n_entries + 2*more <= arena_size: return False
     count.overflow = 1
@@ -308,7 +308,7 @@ def _overflows(count, arena_size, n, more) -> bool:
 
 @_jit
 def _begin_at(candidate, node, ngram_state, label, history, score):
-    "A candidate at a node that a path has just come to: no blank follows it yet."
+    "A candidate at a node that was just reached: no blank follows yet."
     candidate.node = node
     candidate.state = ngram_state
     candidate.label = label
@@ -319,7 +319,7 @@ def _begin_at(candidate, node, ngram_state, label, history, score):
 
 @_jit
 def _arrive(candidates, table, arena, count, n, ahead):
-    "Candidate n joins the hypothesis at its node and state, if there is one; returns the number of candidates."
+    "Merge candidate n into the hypothesis at its node and state, if any; returns the number of candidates."
     new = candidates[n]
     j = _get(table, count.n_frames, new.state, new.node)
     if j >= 0:
@@ -336,7 +336,7 @@ def _query(queries, count, ngram_state, word):
 # %% ../../nbs/decoding/04_search.ipynb #c043
 @_jit
 def _expect_words(model, state, least):
-    "Prefetch arcs of the n-gram: they are scattered in memory, and many of them can be fetched at a time."
+    "Prefetch scattered arcs of the n-gram: memory can load many of them at a time."
     trie, ngram, options = model
     for i in range(state.counters[0].n_hyps):
         hyp, score = state.hyps[i], state.paths[i].score
@@ -393,7 +393,7 @@ def _move_to_children(frame, model, state, n):
         while bits:
             s = lowest_bit(bits)
             bits &= bits - 1 # Clears the lowest bit
-            again = s == node.symbol # Then only after a blank
+            again = s == node.symbol # Equal classes need a blank between
             score = (hyps[i].blank if again else best) + scores[s]
             if score + lm_weight*node.ahead < bound or score == _NEVER: continue
             child = node.first_child + np.int32(count_bits(node.children & ((np.int64(1) << s) - 1)))
@@ -417,7 +417,7 @@ def _arrive_at_children(frame, model, state, n):
         for child in range(node.first_child, node.first_child + n_children):
             s = trie.nodes[child].symbol
             ahead = options.lm_weight*trie.nodes[child].ahead
-            again = s == node.symbol # Then only after a blank
+            again = s == node.symbol # Equal classes need a blank between
             score = (hyps[i].blank if again else paths[i].score) + frame.scores[s]
             if score + ahead < frame.bound or score == _NEVER: continue
             history = hyps[i].blank_history if again else paths[i].history
@@ -455,7 +455,7 @@ def _end_in_tokens(frame, model, state):
 # %% ../../nbs/decoding/04_search.ipynb #c052
 @_jit
 def _kth_largest(x, k):
-    "The k-th largest number, or -inf if there are fewer, by quickselect (Hoare, 1961), which partly sorts `x`."
+    "The k-th largest number, or -inf if there are fewer, by quickselect (Hoare, 1961); reorders `x`."
     if len(x) < k: return _NEVER
     low, high = 0, len(x) - 1
     rank = len(x) - k
@@ -472,7 +472,7 @@ def _kth_largest(x, k):
         if rank <= j: high = j
         elif rank >= i: low = i
         else: break
-    return x[rank] # np.partition compiles longer
+    return x[rank] # np.partition compiles more slowly
 
 @_jit
 def _kth_best(candidates, n, k, sorting):
@@ -482,16 +482,16 @@ def _kth_best(candidates, n, k, sorting):
 
 @_jit
 def _select(state, beam, total, top, bound):
-    "The best candidates above the bound become hypotheses; returns how many."
+    "Turn the best candidates above the bound into hypotheses; returns their number."
     hyps, candidates = state.hyps, state.candidates
     k = 0
     worst = _kth_best(candidates, total, beam, state.sorting)
-    for ties in range(2): # Scores above the worst, then equal ones as long as there is room
+    for ties in range(2): # First scores above the worst, then equal ones while there is room
         for i in range(total):
             score = candidates[i].score
             if score < bound or k == beam or (score != worst if ties else score <= worst): continue
             hyps[k] = candidates[i]
-            hyp = hyps[k] # Its scores become relative to the best one: single precision stays enough
+            hyp = hyps[k] # Scores relative to the best one stay precise in float32
             hyp.label -= top
             hyp.blank -= top
             hyp.score -= top
@@ -529,7 +529,7 @@ def _best_of(candidates, start, end, top):
 
 @_jit
 def _search_frame(scores, model, state):
-    "Search one frame; returns whether that succeeded, or else leaves the hypotheses unchanged."
+    "Search one frame; returns True on success, otherwise the hypotheses are unchanged."
     trie, options = model.trie, model.options
     candidates, count = state.candidates, state.counters[0]
     n_entries = count.n_entries
@@ -559,7 +559,7 @@ def _search_frame(scores, model, state):
 
 @_jit
 def _search_frames(scores, skip, t, model, state):
-    "Continue from frame t; returns the frame at which the search stopped: the end, or one that lacks something."
+    "Continue from frame t; returns the frame where the search stopped: the end, or one that needs more."
     scores, skip, model, state = borrowed((scores, skip, model, state))
     count = state.counters[0]
     while t < len(scores):
@@ -580,7 +580,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
     rest = [-1] # The suffix that follows it
     text = [0]  # Hash of the words
     power = [1] # The hash's base to the power of their number
-    seen = {(starts[0] + 1, 1)} # Typed by its first item
+    seen = {(starts[0] + 1, 1)} # Numba infers the type from an item
     seen.clear()
     sentences = {0}
     sentences.clear()
@@ -594,7 +594,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
         while (entry, text[tail]*31 + power[tail]) not in seen:
             max_steps -= 1
             seen.add((entry, text[tail]*31 + power[tail]))
-            if entry == 0: # The beginning: a sentence
+            if entry == 0: # The beginning of a sentence
                 if text[tail] not in sentences:
                     sentences.add(text[tail])
                     while tail > 0:
@@ -604,7 +604,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
                     costs.append(np.float32(cost))
                 break
             here = arena[entry]
-            if here.word < 0: # A merge: the other history later, at its cost
+            if here.word < 0: # At a merge, put the other history back at its cost
                 heapq.heappush(heap, (cost - here.score_gap, here.alt, tail))
             else:
                 word.append(here.word)
@@ -648,7 +648,7 @@ def _best_text(arena, history):
 
 @patch
 def _words_of(self: Search, i: int) -> np.ndarray:
-    "The best words of hypothesis i, without the word that it is in."
+    "The best complete words of hypothesis i."
     hyp = self.state.hyps[i]
     return _best_text(self.state.arena, hyp['label_history'] if hyp['label'] > hyp['blank'] else hyp['blank_history'])
 
@@ -660,7 +660,7 @@ def _unfinished(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
         node = self.trie.nodes[self.beam['node'][i]]
         words = self._words_of(i)
         for w in self.trie.words[node['first_word']:node['first_word'] + node['n_words']]: texts[(*words, w)] = None
-        texts[tuple(words)] = None # Fits into any frames
+        texts[tuple(words)] = None # Fits any frames
         if len(texts) >= n_texts: break
     start, ids = flatten(texts)
     return ids, start
@@ -672,7 +672,7 @@ def _walk(self: Search, starts: np.ndarray, scores: np.ndarray, n_texts: int):
 # %% ../../nbs/decoding/04_search.ipynb #c076
 @patch
 def begun_texts(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-    "The best distinct texts of all hypotheses [W] and [n + 1], without the words that these are in."
+    "The best distinct texts of all hypotheses [W] and [n + 1], without unfinished words."
     order = np.argsort(-self.beam['score'], kind='stable')
     texts = dict.fromkeys(tuple(self._words_of(i).tolist()) for i in order)
     start, words = flatten(list(texts)[:n_texts])
@@ -680,7 +680,7 @@ def begun_texts(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
 
 @patch
 def begun_list(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Like `begun_texts` with the texts merged into them, and the score of each with look-ahead [n]."
+    "Like `begun_texts` with merged texts, and each text's score with look-ahead [n]."
     hyps = self.beam
     ahead = hyps['score'] - np.maximum(hyps['label'], hyps['blank'])
     scores = np.concatenate([hyps['label'] + ahead, hyps['blank'] + ahead])
@@ -689,7 +689,7 @@ def begun_list(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 @patch
 def begun_word(self: Search) -> list[int]:
-    "Classes of the word that the best hypothesis so far is in."
+    "Classes of the best hypothesis's unfinished word."
     node = int(self.beam['node'][self.beam['score'].argmax()])
     classes: list[int] = []
     while self.trie.nodes[node]['parent'] >= 0:
@@ -699,17 +699,17 @@ def begun_word(self: Search) -> list[int]:
 
 @patch
 def best_words(self: Search) -> np.ndarray:
-    "Word ids of the best hypothesis so far, without the word that it is in [W]."
+    "Complete word ids of the best hypothesis so far [W]."
     return self._words_of(int(self.beam['score'].argmax()))
 
 @patch(as_prop=True)
 def was_cut(self: Search) -> bool:
-    "Whether the threshold, and not the beam, may have dropped hypotheses of the trial."
+    "Whether the threshold, and not only the beam, may have dropped hypotheses of the trial."
     return bool(self.count['n_cut'] and self.count['n_hyps'] < self.options.beam)
 
 @patch
 def counts(self: Search) -> dict[str, int]:
-    "Frames and candidates that were searched so far, in all trials."
+    "Frames and candidates searched so far, in all trials."
     return {'searched frames': int(self.count['n_frames']), 'candidates': int(self.count['n_candidates'])}
 
 @patch
@@ -722,7 +722,7 @@ def forget(self: Search) -> None: "Free what a fusion holds for a finished trial
 
 # %% ../../nbs/decoding/04_search.ipynb #c086
 class FusedSearch(Search):
-    "A beam search in which a language model of whole sentences takes part: delayed fusion (Hori et al., 2025)."
+    "A beam search in which a whole-sentence language model takes part: delayed fusion (Hori et al., 2025)."
     scorer: HistoryScorer
 
     def push(self, scores: np.ndarray, skip: np.ndarray) -> None:

@@ -18,7 +18,7 @@ from .search import Search
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c008
 class Stream:
-    "The decoding of one trial from frames as they come."
+    "Decoding of one trial whose frames arrive one by one."
     def __init__(self,
         decoder: LexiconBeamDecoder, # Words, n-gram and options to use
     ):
@@ -29,11 +29,11 @@ class Stream:
     def push(self,
         log_probs: np.ndarray, # The next frames' log-probabilities [t, 41]; t may be 0
     ) -> None:
-        "Continue with some frames; raises `ValueError` as `decode` does, and then the stream is as before."
+        "Search further frames; raises `ValueError` as `decode` does, and then leaves the stream unchanged."
         search = self._open_search()
         frames = self.decoder.prepare(log_probs)
         self._frames.append(frames.log_probs)
-        self._search = None # After an interruption the search cannot be used again
+        self._search = None # After an interruption the search is unusable
         search.push(frames.scores, frames.skip)
         self._search = search
 
@@ -42,7 +42,7 @@ class Stream:
         return ' '.join(self.decoder.words[w] for w in self._open_search().best_words())
 
     def finish(self) -> list[Hypothesis]:
-        "The n-best of all frames, like `LexiconBeamDecoder.decode`; then the stream is finished."
+        "The n-best of all frames, as from `LexiconBeamDecoder.decode`; ends the stream."
         search = self._open_search()
         self._search = None
         return self.decoder.finish(search, np.concatenate(self._frames))
@@ -55,7 +55,7 @@ class Stream:
         if getattr(self, '_search', None) is not None: self.decoder.return_search(self._search)
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c015
-_AROUND = 100 # Number of texts that confidences of words so far are computed from
+_AROUND = 100 # Number of texts for the confidences of partial words
 
 @patch
 def partial_words(self: Stream) -> list[Word]:
@@ -77,7 +77,7 @@ def _word_spans(self: Stream, words: list[int], begun: list[int]) -> np.ndarray:
     word_end = decoder.classes.word_end
     spellings = [spellings_of_word(decoder.vocabulary.prons, w) for w in words]
     if begun: spellings.append([tuple(begun)])
-    if begun and word_end >= 0: # An additional frame ends it, since every word must end
+    if begun and word_end >= 0: # Every word must end, so add a frame for it
         end = np.full((1, log_probs.shape[1]), -1e4)
         end[0, word_end] = 0
         log_probs = np.concatenate([log_probs, end])

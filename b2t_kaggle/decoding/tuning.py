@@ -124,7 +124,7 @@ class _Pool:
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c018
 def _smoothed(errors: np.ndarray) -> np.ndarray:
-    "Means over neighbours; edges are repeated."
+    "Means over neighbours; the edges are repeated outwards."
     x = errors.astype(float)
     for axis in range(x.ndim):
         n = x.shape[axis]
@@ -136,7 +136,7 @@ def _smoothed(errors: np.ndarray) -> np.ndarray:
 Point = tuple[int, ...] # Indices of the grid
 
 def _best_point(errors: np.ndarray, start: Point, candidates: np.ndarray) -> Point:
-    "The point with the fewest errors around it and no more errors than the start; of equal points the nearest."
+    "The point with the fewest errors around it and no more errors than the start; in a tie the nearest."
     allowed = candidates & (errors <= errors[start])
     points = np.argwhere(allowed)
     distance = np.abs(points - start).sum(1)
@@ -186,7 +186,7 @@ class _Searches:
         self.table[i] = self.pools[i].winner_errors(self.grid)
 
     def choose(self, parts: Sequence[np.ndarray], bar) -> list[Point]:
-        "The best point for each part of the trials; searches the best points until all of them have been searched."
+        "The best point for each part of the trials; searches best points until all of them have been searched."
         s, lm, b, w = self.table.shape[1:]
         for point in dict.fromkeys([self.start, *((k*s//4, k*lm//4, b//2, self.start[3]) for k in (1, 3))]):
             if point not in self.edits: self.add(point)
@@ -200,7 +200,7 @@ class _Searches:
         return [self.best(part) for part in parts]
 
     def best(self, part: np.ndarray) -> Point:
-        "The best point for a part of the trials among searched ones with no more errors than the start."
+        "The best searched point for a part of the trials, with no more errors than the start."
         candidates = np.zeros(self.table.shape[1:], bool)
         for point, edits in self.edits.items():
             candidates[point] = edits[part].sum() <= self.edits[self.start][part].sum()

@@ -54,8 +54,8 @@ class ArpaReader:
         self.path = Path(path)
         self.size = size
         self.counts = []    # n-grams per order, from the head of the file
-        self.line = 0       # Number of the line that was read last
-        self.ids = {}       # Number of each word, whose bytes are as in the file
+        self.line = 0       # Number of the last line read
+        self.ids = {}       # Number of each word, spelled as in the file
         self._unigrams = [] # Log-probabilities of the words, piece by piece
 
     @property
@@ -68,7 +68,7 @@ class ArpaReader:
         with _open_arpa(self.path) as f: yield from self._read_sections(f)
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
-        "Raise `ArpaError` for a line, by default the last line read."
+        "Raise `ArpaError` for a line, by default the last one read."
         raise ArpaError(f'{self.path}: line {line or self.line}: {problem}')
 
     def _fail_to_find(self, expected: str, text: str) -> NoReturn:
@@ -78,17 +78,17 @@ class ArpaReader:
 # %% ../../nbs/lm/00_arpa.ipynb #c013
 _OPENERS = {b'\x1f\x8b': gzip.open, b'BZh': bz2.open, b'\xfd7zXZ\x00': lzma.open} # By the first bytes
 
-_NO_TEXT = re.compile(rb'[\0-\x08\x0e-\x1f]') # Every gzip file begins with some of these
+_NO_TEXT = re.compile(rb'[\0-\x08\x0e-\x1f]') # Bytes that every gzip file has near its beginning
 
 def _opener(path: str | Path):
-    "The function that opens a file; a file that ends in `.gz` and begins with text was unpacked before."
+    "The function that opens a file; a `.gz` file that begins with text was already unpacked."
     with open(path, 'rb') as f: begin = f.read(6)
     openers = (opener for magic, opener in _OPENERS.items() if begin.startswith(magic))
     return next(openers, gzip.open if str(path).endswith('.gz') and _NO_TEXT.search(begin) else open)
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[None]:
-    "Raise `ReadError` if a compressed file that is read in the block is damaged or cut off."
+    "Raise `ReadError` if a compressed file that is read in the block is damaged or truncated."
     try: yield
     except (OSError, zlib.error, lzma.LZMAError, EOFError) as e:
         if isinstance(e, OSError) and e.errno is not None: raise # From the system
@@ -102,7 +102,7 @@ def open_text(
     """Open a UTF-8 text file; a byte order mark at its beginning is left out.
 
     Bytes that are not UTF-8 raise `UnicodeDecodeError` when they are read, endless lines `ReadError`.
-    Words of another encoding that an `ArpaReader` has read are written as they were."""
+    Words in another encoding, from an `ArpaReader`, are written unchanged."""
     if 'r' in mode:
         check_is_file(path)
         f = limit_lines(_opener(path)(path, 'rb'), path)
@@ -279,7 +279,7 @@ def _number(text, begin, end):
 # %% ../../nbs/lm/00_arpa.ipynb #c031
 @_jit
 def _parse_lines(text, at, row, table, grams):
-    "Read n-grams, but for ids of unigrams, from text[at:] into grams[row:], up to an unusual line: its row and place."
+    "Read n-grams, except unigrams' ids, from text[at:] into grams[row:], until an unusual line: its row and place."
     n = grams.ids.shape[1]
     while row < len(grams.ids):
         begin, end = _field(text, at)
@@ -416,7 +416,7 @@ def _read_sections(self: ArpaReader, f: BinaryIO) -> Iterator[Grams]:
             lines = _next_lines(f, min(self.size, count - start))
             if not lines: self._fail_to_find(f'{count:,} {n}-grams, as its head says', '')
             self.line += len(lines)
-            is_whole = lines[-1].endswith(b'\n') # Otherwise the last word may be cut off
+            is_whole = lines[-1].endswith(b'\n') # Otherwise the last word may be incomplete
             yield self._parse(lines, n, start, table)
             start += len(lines)
         heading = self._next_line(f)
@@ -438,7 +438,7 @@ def _number_words(self: ArpaReader, lines: list[bytes], first_line: int) -> None
 
 @patch
 def _parse(self: ArpaReader, lines: list[bytes], n: int, start: int, table: WordTable) -> Grams:
-    "The n-grams of the lines read last, before which `start` came in the section."
+    "The n-grams of the last lines read, the first of which is number `start` of the section."
     out = Grams(np.empty((len(lines), n), np.int32), *np.empty((2, len(lines)), np.float32))
     first_line = self.line - len(lines) + 1
     if n == 1:
@@ -476,5 +476,5 @@ def model_words(
     "The words of an n-gram model; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     for piece in reader:
-        if piece.ids.shape[1] > 1: break # All unigrams have come
+        if piece.ids.shape[1] > 1: break # After the last unigram
     return [w for w in reader.words if not w.startswith('<')]

@@ -61,7 +61,7 @@ class Automaton:
         begin_word, self.end, self.unknown = facts['marks']
         self._words = WordTable(arrays['keys'], arrays['ids'])
         self.arrays = Arrays(arrays['arcs'], arrays['first'], arrays['states'])
-        self.begin = int(self.arrays.first[begin_word]['next']) # The state in which a sentence begins
+        self.begin = int(self.arrays.first[begin_word]['next']) # State at the start of a sentence
 
     @classmethod
     def load(cls,
@@ -117,8 +117,8 @@ def empty_table(n: int) -> np.ndarray:
 def first_place(
     arcs, # Hash table
     key,  # state · 2^32 + word
-) -> int: # Place of the key, unless another one was put there before
-    "The place at which the search for an arc begins."
+) -> int: # Index of the key, if it is not taken
+    "The index at which the search for an arc begins."
     h = key ^ (key >> 31)
     h *= -7046029254386353131 # Fibonacci hashing, 2^64 / golden ratio
     h = (h ^ ((h >> 29) & 0x7ffffffff))*-4658895280553007687
@@ -199,7 +199,7 @@ def _suffix_of(arcs, ids):
 def _add_ngrams(arcs, states, first_state, grams, highest):
     """Add arcs of n-grams, and states from `first_state` on if they can be contexts.
 
-    Returns -1, or the row of an n-gram whose context is missing or that was there before."""
+    Returns -1, or the row of an n-gram whose context is missing or that already existed."""
     last = grams.ids.shape[1] - 1
     for row in range(len(grams.ids)):
         ids = grams.ids[row]
@@ -224,7 +224,7 @@ def _merge_states(lm):
     "Replace each state without longer n-grams and without a backoff weight by its suffix."
     n_states = len(lm.states)
     goes_on = np.zeros(n_states, np.bool_)
-    merged = np.zeros(n_states, np.int32) # The state that stands for each
+    merged = np.zeros(n_states, np.int32) # The state that replaces each
     for i in range(len(lm.arcs)):
         if lm.arcs[i].key >= 0: goes_on[lm.arcs[i].key >> 32] = True
     for s in range(1, n_states): # A suffix has a smaller number
@@ -242,7 +242,7 @@ def _bytes(words: Iterable[str]) -> list[bytes]:
     return [w.encode(errors='surrogateescape') for w in words]
 
 def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:
-    "Numbers of words, also by their plain names, such as `cafe` for `café`, unless another word has that name."
+    "Numbers of words, and of plain spellings, such as `cafe` for `café`, that are not words themselves."
     plain: dict[str, int] = {}
     all_words = set(words)
     for i, word in enumerate(words):
@@ -295,7 +295,7 @@ _VERSION = 8 # Version of the file format
 _CHECKSUM = hashlib.sha256().digest_size # Bytes after the arrays
 
 def _key(path: Path) -> bytes:
-    "Key of the checksum of an ARPA file's arrays: a number of this user, the file's content, and the format."
+    "Key of the checksum of an ARPA file's arrays: depends on the user, the file's content, and the format."
     place = user_cache('keys')/'automata'
     with suppress(OSError):
         if not place.exists():
@@ -303,7 +303,7 @@ def _key(path: Path) -> bytes:
                 scratch.touch(0o600) # Readable only by this user
                 scratch.write_bytes(os.urandom(32))
     try: secret = place.read_bytes()
-    except OSError: secret = os.urandom(32) # Then no arrays are found again
+    except OSError: secret = os.urandom(32) # Arrays cannot be found again
     return hashlib.sha256(secret + f'{content_hashes([path])[0]} {_VERSION}'.encode()).digest()
 
 def _write_cache(path: Path, key: bytes, facts: dict, arrays: dict[str, np.ndarray]) -> None:
@@ -314,12 +314,12 @@ def _write_cache(path: Path, key: bytes, facts: dict, arrays: dict[str, np.ndarr
     checksum = hmac.new(key, digestmod='sha256')
     with atomic_path(path) as scratch, open(scratch, 'wb') as f:
         for part in parts:
-            f.write(part) # Errors of `tofile` have no reason
+            f.write(part) # `tofile` gives no reason for errors
             checksum.update(part)
         f.write(checksum.digest())
 
 def _read_cache(path: Path, key: bytes) -> tuple[dict, dict[str, np.ndarray]] | None:
-    "Metadata and arrays of a file, mapped into memory; None if there is no file with this checksum."
+    "Metadata and arrays of a file, mapped into memory; None if the file or its checksum is missing."
     try:
         check_is_file(path)
         # Copy on write, because Numba would compile the code again for read-only arrays
@@ -358,8 +358,8 @@ def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
 def is_arpa(
     path: str | Path, # A file of either kind
 ) -> bool:
-    "Whether a file is there and no KenLM binary."
-    is_there = Path(path).is_file() or (Path(path)/'TLG.fst').is_file() # No pipe, whose writer would be waited for
+    "Whether a file exists and is not a KenLM binary."
+    is_there = Path(path).is_file() or (Path(path)/'TLG.fst').is_file() # Not a pipe, which would block
     return is_there and not is_kenlm_binary(path)
 
 def load_ngram(

@@ -92,8 +92,8 @@ def from_arpa(
 # %% ../../nbs/lm/10_backoff.ipynb #c015
 def _backoff_mass(t: BackoffTable, below: BackoffTable, keep: np.ndarray,
                   n_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Per context, the probability of the words that back off: after the context, and after the context without its
-    first word."""
+    """Per context, the probability of the words that back off: after the context, and after the
+    context without its first word."""
     context = t.key[keep]//n_words
     explicit = np.bincount(context, weights=t.prob[keep], minlength=len(below.key))
     explicit_below = np.bincount(context, weights=below.prob[t.suffix[keep]], minlength=len(below.key))
@@ -102,8 +102,8 @@ def _backoff_mass(t: BackoffTable, below: BackoffTable, keep: np.ndarray,
 def renormalize(
     model: BackoffModel,                  # n-grams with any probabilities
     keep: list[np.ndarray] | None = None, # n-grams that stay, per order [M] bool, with their contexts; None: all
-) -> BackoffModel: # The same n-grams; removed ones have their probability by backing off
-    "Give a model the backoff weights with which it sums to one."
+) -> BackoffModel: # The same n-grams; removed ones have their backed-off probability
+    "Give a model the backoff weights that make its probabilities sum to one."
     n_words = len(model.words)
     keep = keep or [np.ones(len(t.key), bool) for t in model.tables]
     tables = [model.tables[0]]
@@ -179,7 +179,7 @@ def prune_ngram(
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')
     model = renormalize(from_arpa(read_arpa(path), path=path))
     keep = [np.expm1(cost) >= threshold for cost in _removal_costs(model)]
-    for n in reversed(range(1, len(keep))): # Keep n-grams at the beginning or end of longer n-grams that are kept
+    for n in reversed(range(1, len(keep))): # Keep the beginnings and ends of kept n-grams
         longer = model.tables[n]
         keep[n - 1][longer.key[keep[n]]//len(model.words)] = True
         keep[n - 1][longer.suffix[keep[n]]] = True

@@ -67,7 +67,7 @@ def score_sentences(
     was_training = model.training
     try: log_probs = dict(zip(distinct, _sequence_scores(model.eval(), distinct, n_given, n_nodes)))
     finally: model.train(was_training)
-    def log_prob(tokens): return log_probs.get(tokens, 0.) # Without tokens to score: certain
+    def log_prob(tokens): return log_probs.get(tokens, 0.) # An empty text is certain
     scores = np.array([log_prob(s) - (log_prob(context_tokens[c]) if c else 0.) for s, c in zip(sequences, contexts)])
     for i in np.flatnonzero(~np.isfinite(scores)).tolist():
         raise LanguageModelError(f'{sentences[i][:60]!r} has the log-probability {scores[i]} for '
@@ -130,7 +130,7 @@ def quantization_options(
 
 # %% ../../nbs/lm/03_causal.ipynb #c018
 def _check_keys(model, missing_keys, unexpected_keys=(), **info) -> None:
-    "Raise an error if weights are missing, or are of layers beyond those in the configuration."
+    "Raise an error if weights are missing, or belong to layers beyond the configuration's."
     if missing := sorted(missing_keys):
         raise ValueError(f'the weights lack {", ".join(missing[:3])} ({len(missing)} in all); not the weights of a '
                          'causal language model')
@@ -141,7 +141,7 @@ def _check_keys(model, missing_keys, unexpected_keys=(), **info) -> None:
             raise ValueError(f'the weights have {name}, which config.json has no layer for')
 
 def _check_tokenizer(model, tokenizer) -> None:
-    "Raise an error unless a sentence can be read back from its tokens, and the model has these."
+    "Raise an error unless the tokenizer can restore a sentence and the model has its tokens."
     sentence = 'how are you'
     ids = tokenizer(sentence).input_ids
     again = tokenizer.decode(ids, skip_special_tokens=True)
@@ -151,7 +151,7 @@ def _check_tokenizer(model, tokenizer) -> None:
         raise ValueError(f'its tokenizer has the token {max(ids)}, the model {n_tokens} tokens')
 
 def _with_adapter(model, folder: Path, merge: bool):
-    "The model with a LoRA adapter; raises an error unless the adapter's tensors are complete and change something."
+    "The model with a LoRA adapter; raises an error unless the adapter's tensors are complete and not zero."
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
     facts = adapter_facts(folder)
@@ -177,14 +177,14 @@ def _with_adapter(model, folder: Path, merge: bool):
 _CONVERTED = range(1 << 24, 1 << 32) # Sizes of GGUF files [bytes] whose converted weights are kept
 
 def _conversion(gguf: Path, dtype: torch.dtype) -> Path:
-    "Folder in the user's cache for the converted weights of a GGUF file."
+    "Folder in the user's cache for a GGUF file's converted weights."
     import transformers
     parts = [*content_hashes([gguf]), str(dtype), transformers.__version__]
     return user_cache('gguf')/hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]
 
 def _save_conversion(model, tokenizer, folder: Path) -> None:
-    "Save weights that were quantized in a GGUF file; without space for them they are converted again each time."
-    model.hf_quantizer = None # It refuses to save
+    "Save a GGUF file's dequantized weights; if there is no space, they are converted at each load."
+    model.hf_quantizer = None # It would refuse to save
     if hasattr(model.config, 'quantization_config'): del model.config.quantization_config
     try:
         with replaced_folder(folder) as new:
@@ -195,7 +195,7 @@ def _save_conversion(model, tokenizer, folder: Path) -> None:
 
 # %% ../../nbs/lm/03_causal.ipynb #c022
 def _read(source: LLMSource, dtype: torch.dtype, option: str | None, device: str, local: bool, weights: bool):
-    "Model and tokenizer; without weights the model is on the device `meta`, and None for a name on the hub."
+    "Model and tokenizer; without weights the model is on the device `meta`, or None for a name on the hub."
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     for adapter in source.adapters: adapter_facts(adapter)
@@ -231,7 +231,7 @@ def _read(source: LLMSource, dtype: torch.dtype, option: str | None, device: str
     _check_tokenizer(model, tokenizer)
     if is_file and weights and folder: _save_conversion(model, tokenizer, folder)
     for adapter in source.adapters: model = _with_adapter(model, adapter, merge=option is None)
-    model.name_or_path = str((source.base, *source.adapters)[-1]) # An adapter trained for it will name this
+    model.name_or_path = str((source.base, *source.adapters)[-1]) # Adapters trained for it record this name
     return model, tokenizer
 
 def check_packages(
@@ -287,8 +287,8 @@ _STARTS: WeakKeyDictionary = WeakKeyDictionary() # Tokenizer -> tokens before ev
 def start_tokens(
     tokenizer,  # A transformers tokenizer
 ) -> list[int]: # Token ids
-    """Unscored tokens before a text: from `choose_start`, the tokenizer's own first ones, else its `bos_token`,
-    `eos_token`, or nothing."""
+    """Tokens before a text that are not scored: from `choose_start`, else the tokenizer's first
+    ones, `bos_token`, `eos_token` or none."""
     if tokenizer in _STARTS: return _STARTS[tokenizer][0]
     whole = tokenizer('a', add_special_tokens=True).input_ids
     bare = tokenizer('a', add_special_tokens=False).input_ids
@@ -322,7 +322,7 @@ class PrefixTree(NamedTuple):
 
 def prefix_tree(
     sequences: Sequence[Sequence[int]], # Tokens of sentences [N]
-    n_given: int,                       # So many tokens at the beginning are not scored
+    n_given: int,                       # Number of tokens at the beginning that are not scored
 ) -> PrefixTree:
     "The tree of all beginnings, each once, except whole sentences: for tree attention (Miao et al., 2024)."
     number = {} # (parent, token) to node
@@ -347,7 +347,7 @@ def prefix_tree(
 
 # %% ../../nbs/lm/03_causal.ipynb #c035
 def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[list[int]]:
-    """Indices of sequences whose tree has up to `n_nodes` nodes (more only if a single sequence has more).
+    """Indices of sequences whose tree has up to `n_nodes` nodes (more only for a single sequence).
 
     Sequences with a common beginning stay together."""
     batch = []
@@ -367,7 +367,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
     if batch: yield batch
 
 # %% ../../nbs/lm/03_causal.ipynb #c038
-HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memory too often, more need memory
+HEAD_BATCH = 128 # States per call of the head: fewer reload its weights too often, more need memory
 
 def states_and_head(
     model,               # A causal language model from transformers
@@ -380,7 +380,7 @@ def states_and_head(
 
 def _token_scores(model, inputs: dict[str, np.ndarray | torch.Tensor], node: np.ndarray,
                   target: np.ndarray, separate_head: bool, past=None) -> np.ndarray:
-    "Log-probabilities of tokens given those before them, of which `past` has keys and values."
+    "Log-probabilities of tokens after earlier ones, whose keys and values are in `past`."
     def on_device(x): return torch.as_tensor(x, device=model.device)
     used, row = np.unique(node, return_inverse=True) # Positions whose states are needed, and the place among them [M]
     inputs = {k: on_device(x) for k, x in inputs.items()} | dict(use_cache=past is not None)
@@ -432,7 +432,7 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     while order:
         width = len(sequences[order[-1]])
-        # Logits of a whole model need memory for every token of every row
+        # A whole model's logits take memory for every token of every row
         n_rows = max(1, (8 if separate_head else 1)*HEAD_BATCH//width)
         batch = order[-n_rows:]
         order = order[:-n_rows]
@@ -451,13 +451,13 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
 class Capabilities(NamedTuple):
     "Capabilities of a model besides computing whole rows."
     separate_head: bool  # The head alone turns states into logits
-    tree_attention: bool # A prefix tree gets the scores of its sentences as rows
+    tree_attention: bool # A prefix tree gives the same scores as rows
 
 _CAPABILITIES = WeakKeyDictionary() # Model -> its `Capabilities`
 _UNSUPPORTED = RuntimeError, TypeError, ValueError, AttributeError # Errors of models that cannot take such arguments
 
 def _has_separate_head(model, ids: np.ndarray) -> bool:
-    "Whether the head on the base model's states gives the logits of the whole model."
+    "Whether the head applied to the base model's states gives the model's logits."
     ids = torch.as_tensor(ids, device=model.device)
     whole = model(input_ids=ids, use_cache=False).logits
     try:
@@ -467,7 +467,7 @@ def _has_separate_head(model, ids: np.ndarray) -> bool:
     return torch.allclose(logits, whole, rtol=1e-4, atol=1e-5*whole.nan_to_num(0, 0, 0).abs().max().item())
 
 def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_head: bool) -> bool:
-    "Whether a tree's scores are near the scores of rows, compared with a causal mask that ignores the tree."
+    "Whether a tree's scores are much closer to the rows' than scores with a plain causal mask."
     tree = prefix_tree(sequences, 1)
     rows = _row_scores(model, sequences, 1, separate_head)
     def difference(visible):
@@ -496,7 +496,7 @@ def check_sequences(
     sequences: Sequence[tuple[int, ...]], # From `token_sequences` [N]
     texts: Sequence[str],                 # The texts of these tokens [N]
 ) -> None:
-    "Raise `LanguageModelError` for a text that the model cannot take."
+    "Raise `LanguageModelError` for a text that the model cannot score."
     longest = getattr(model.config, 'max_position_embeddings', None)
     n_tokens = model.get_input_embeddings().num_embeddings
     name = type(model).__name__
@@ -516,12 +516,12 @@ def can_be_tree(
     model,                               # A causal language model from transformers
     sequences: Sequence[Sequence[int]], # Tokens of sentences
 ) -> bool:
-    "Whether the model can compute these sequences as a tree: none may be longer than a sliding window of attention."
+    "Whether the model can compute these sequences as a tree: each must fit into its sliding window."
     window = getattr(model.config, 'sliding_window', None)
     too_long = window and max(map(len, sequences), default=0) > window
     return capabilities(model).tree_attention and not too_long
 
-_SHORT_START = 8 # More tokens before all sentences are read once, and not in each tree
+_SHORT_START = 8 # More tokens before all sentences are computed once instead of in each tree
 
 @torch.inference_mode()
 def _sequence_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, n_nodes: int) -> np.ndarray:
@@ -545,11 +545,11 @@ PROMPTS = 12, 24, 48 # Numbers of sentences that `auto` tries
 @torch.inference_mode()
 def choose_start(
     model: torch.nn.Module,   # A causal language model from transformers
-    tokenizer,                # Tokenizer of the model, of which `start_tokens` then has the choice
+    tokenizer,                # Tokenizer of the model; `start_tokens` now returns the choice
     sentences: Sequence[str], # Sentences of train
     prompt: int | str = 0,    # Number of sentences before every text, or `auto`, which also tries none
 ) -> str:                     # A line for the log
-    """Choose the tokens before every text by the log-probability of 64 sentences; others of them can be the prompt.
+    """Choose the tokens before every text by the log-probability of 64 sentences; the prompt comes from others.
     Raises `LanguageModelError` if a prompt is too long for the model, or there are too few sentences for it."""
     _STARTS.pop(tokenizer, None)
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model

@@ -47,7 +47,7 @@ def read_sentences(
 ) -> Iterator[str]:                           # Normalised sentences, none of them empty
     """Stream the sentences of files and lists; `read_lines` says when a string is a file name.
 
-    Two or more hyphens are a dash, as on typewriters; the metric's normalisation would join the words."""
+    Two or more hyphens are a dash, as on typewriters, because the metric would join the words."""
     plain = (re.sub('--+', ' ', to_ascii(line)) for line in read_lines(texts))
     return filter(None, map(normalize_sentence, plain))
 
@@ -78,7 +78,7 @@ def _split_sentences(line: str) -> list[str]:
 _LINK = re.compile(r'(?:https?|www)\S+|(?<!\S)\S+@\S+|[#@]\S+|\b\w+://\S+|(?<!\w\.)\b(?:\w+\.)+\w{2,}')
 
 def _double_link(m: re.Match) -> str:
-    "Write a link's letters and digits twice, as an unknown word; numbers such as 3.14, #1 and 3.5kg stay."
+    "Write a link's letters and digits twice, as an unknown word; keep 3.14, #1 and 3.5kg."
     return m[0] if re.fullmatch(r'#?[\d.,]*\d[a-zA-Z]*|\W+', m[0]) else re.sub(r'\W', '', m[0])*2
 
 def _unquote(text: str) -> str:
@@ -101,7 +101,7 @@ _UNITS = dict(
     km='kilometers', cm='centimeters', mm='millimeters', kg='kilograms', mg='milligrams', lb='pounds', lbs='pounds',
     oz='ounces', ft='feet', mi='miles', mph='miles per hour', ml='milliliters', hr='hours', hrs='hours', mins='minutes',
     gb='gigabytes', mb='megabytes', m='meters', g='grams', l='liters') | {'km/h': 'kilometers per hour'}
-_ATTACHED = dict(k='thousand', h='hours', x='times', p='pence') # Units that may be something else after a space
+_ATTACHED = dict(k='thousand', h='hours', x='times', p='pence') # Units that mean something else after a space
 _MONEY = {'$': ('dollar', 'cent'), '€': ('euro', 'cent'), '£': ('pound', 'pence')}
 _SCALES = dict(k='thousand', m='million', bn='billion', b='billion')
 

@@ -46,7 +46,7 @@ class TrainingState:
         self.marks = marks
         self.weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer = optimizer
-        self.every = 300. # Seconds between two writes
+        self.every = 300. # Seconds between two saves
         self.saved = time.monotonic()
 
 def finetune(
@@ -108,7 +108,7 @@ def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int, separat
     if hasattr(model, 'get_base_model'): model = model.get_base_model() # PEFT's layers are inside
     inputs = dict(input_ids=ids.to(device), attention_mask=is_token.long().to(device), use_cache=False)
     states, head = states_and_head(model, inputs, separate_head)
-    before = counts[:, 1:].to(states.device) # Tokens before a scored token
+    before = counts[:, 1:].to(states.device) # Tokens before each scored token
     logits = head(states[:, :-1][before]).float()
     return torch.nn.functional.cross_entropy(logits, ids[:, 1:][counts[:, 1:]].to(logits.device))
 
@@ -129,7 +129,7 @@ def save_adapter(
 ) -> None:
     "Write the adapter's folder atomically. Raises `files.WriteError` if it cannot be written."
     with replaced_folder(folder) as new:
-        model.save_pretrained(new, save_embedding_layers=False) # Otherwise it would look for a config.json of the base
+        model.save_pretrained(new, save_embedding_layers=False) # Otherwise it looks for the base's config.json
 
 # %% ../../nbs/lm/04_finetune.ipynb #c018
 def _hash(values) -> str:
@@ -147,7 +147,7 @@ def model_mark(
 # %% ../../nbs/lm/04_finetune.ipynb #c020
 @patch
 def save(self: TrainingState, step: int) -> None:
-    "Write the file atomically, unless it was written a short time ago."
+    "Write the file atomically, unless it was written recently."
     if time.monotonic() - self.saved <= self.every: return
     state = dict(marks=self.marks, step=step, weights=self.weights, optimizer=self.optimizer.state_dict(),
                  rng=torch.get_rng_state(),
@@ -194,7 +194,7 @@ def _batches(n: int, epochs: int, batch_size: int) -> list[list[int]]:
     return [order[a:b] for a, b in zip(bounds, bounds[1:])]
 
 # %% ../../nbs/lm/04_finetune.ipynb #c025
-_TREE_TOKENS = 512  # Longer batches are faster as rows than as a tree
+_TREE_TOKENS = 512  # Longer batches are faster as rows
 
 def _train_step(model, optimizer, sequences, n_given: int, can: Capabilities, step: str) -> float:
     "One step; returns the loss; raises `LanguageModelError` if it or its gradient is not finite."

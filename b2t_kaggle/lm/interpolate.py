@@ -111,7 +111,7 @@ def general_arpa(
     return folder/'general.arpa'
 
 # %% ../../nbs/lm/14_interpolate.ipynb #c025
-_MIN_DEV_WORDS = 200 # Fewer say little about weights
+_MIN_DEV_WORDS = 200 # Fewer are not enough to tune weights
 
 class Mixture(NamedTuple):
     "A general model and models of texts, interpolated."

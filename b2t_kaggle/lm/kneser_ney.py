@@ -20,7 +20,7 @@ from .arpa import Grams, write_arpa
 UNK, BOS, EOS = 0, 1, 2
 
 def _tokenize(sentences: Iterable[str]) -> tuple[np.ndarray, list[str]]:
-    "All sentences as one array of word ids, with `<s>` and `</s>` around each, and the word of each id."
+    "All sentences as one array of word ids between `<s>` and `</s>`, and the word of each id."
     ids = defaultdict()
     ids.default_factory = ids.__len__ # A new word gets the next number
     for special in ('<unk>', '<s>', '</s>'): ids[special]
@@ -67,20 +67,20 @@ def _count_part(tokens: np.ndarray, row: np.ndarray, ends: np.ndarray, n: int,
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c017
 def _count_ngrams(tokens: np.ndarray, n_words: int, order: int, part: int = 4_000_000) -> list[CountTable]:
-    "Count the n-grams of all orders, unigrams first, whose rows are words. Sorts about `part` words at once."
+    "Count the n-grams of all orders; a unigram's row is its word id. Sorts about `part` words at once."
     nothing = np.zeros(n_words, np.int32)
     count = np.bincount(tokens, minlength=n_words).astype(np.int32)
     tables = [CountTable(first=np.arange(n_words), suffix=nothing, context=nothing, count=count)]
     row = tokens.astype(np.int32)
     before = _words_before(tokens, order)
     for n in range(2, order + 1):
-        inside = before >= n - 1 # The others would begin before <s>
+        inside = before >= n - 1 # Others would begin before <s>
         occurrences = np.cumsum(tables[-1].count)
         bounds = np.searchsorted(occurrences, np.arange(part, occurrences[-1], part))
         new_row = np.full(len(row), -1, np.int32)
         parts = []
         size = 0
-        for low, high in zip([0, *bounds], [*bounds, len(occurrences)]): # Ranges of the suffixes' rows
+        for low, high in zip([0, *bounds], [*bounds, len(occurrences)]): # Row ranges of the suffixes
             ends = np.flatnonzero((row >= low) & (row < high) & inside)
             table, rows = _count_part(tokens, row, ends, n, n_words)
             new_row[ends] = rows + size
@@ -111,13 +111,13 @@ def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool
     if n[1:4].all():
         y = n[1]/(n[1] + 2*n[2])
         discounts = np.array([0, *(j - (j + 1)*y*n[j + 1]/n[j] for j in (1, 2, 3))])
-        # A discount of 0 would leave nothing for the words that did not follow a context
+        # A discount of 0 would leave no probability for other words
         if (discounts[1:] > 0).all() and (discounts <= np.arange(4)).all(): return discounts, False
     return np.array([0, *FALLBACK_DISCOUNTS]), True
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c027
 def _select_ngrams(tables: list[CountTable], prune: list[int], allowed: np.ndarray) -> list[np.ndarray]:
-    "Rows of each order in the model: of allowed words, more frequent than `prune`; the special words always."
+    "Rows of each order to keep: allowed words, counts above `prune`, and always the special words."
     keep = []
     inside = allowed
     for n, (t, threshold) in enumerate(zip(tables, prune)):
@@ -140,8 +140,8 @@ def kneser_ney(
 ) -> Iterator[Estimate]:      # One at a time, unigrams first
     """Interpolated modified Kneser-Ney estimates of all orders (Chen and Goodman, 1998; Heafield et al., 2013)."""
     lower = np.ones(1) # Probabilities of the order below; below unigrams there is only the empty context
-    estimate: Estimate | None = None # And its estimate, without backoffs
-    last_plain = True  # lmplz enters the very last n-gram of an order with its plain count
+    estimate: Estimate | None = None # Its estimate, without backoffs
+    last_plain = True  # lmplz gives the last n-gram of an order its plain count
     for n, (t, is_kept) in enumerate(zip(tables, keep)):
         adjusted = _adjusted_counts(tables, n)
         last_plain = last_plain and t.first[-1] != BOS and n < len(tables) - 1
@@ -172,7 +172,7 @@ def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:
     return ids
 
 def _grams(tables: list[CountTable], keep: list[np.ndarray], fallbacks: list[int], size: int = 200_000):
-    "The selected n-grams of all orders; appends the orders with fallback discounts to a list."
+    "The selected n-grams of all orders; appends orders with fallback discounts to a list."
     for n, (is_kept, estimate) in enumerate(zip(keep, kneser_ney(tables, keep)), 1):
         if estimate.fallback: fallbacks.append(n)
         rows = np.flatnonzero(is_kept)

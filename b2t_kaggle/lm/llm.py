@@ -23,7 +23,7 @@ ADVICE = ('give a folder with config.json, weights and tokenizer, a GGUF file, o
           'can reach')
 
 class LLMSource(NamedTuple):
-    "A causal language model, as far as names and files tell."
+    "A causal language model, described by names and files alone."
     base: str                       # A folder, a GGUF file, or a name on the hub
     adapters: tuple[Path, ...] = () # Folders of LoRA adapters, in the order in which they are added
 
@@ -53,7 +53,7 @@ def find_llm(
     return LLMSource(_find_base(str(name)), adapters)
 
 def _find_base(name: str) -> str:
-    "The folder or file that a name stands for, as an absolute path; else the name on the hub."
+    "The absolute path of an existing folder or file; otherwise the name on the hub."
     path = Path(name)
     if path.is_file() and not _is_gguf(path): raise LanguageModelError(f'{path}: expected GGUF; {ADVICE}')
     if path.is_file(): return str(path.absolute())
@@ -120,7 +120,7 @@ _BYTES = dict(float32=4, bfloat16=2, float16=2)
 _QUANTIZED = dict(eight_bit=1., four_bit=0.52) # Bytes of a weight in a matrix; 4-bit weights also have scales
 
 def _count_weights(config) -> tuple[int, int]:
-    "Number of weights in the layers' matrices, and of all other weights, including models inside the model."
+    "Number of weights in the layers' matrices, and of all other weights, including inner models."
     def get(*names): return next((v for name in names if (v := getattr(config, name, None))), 0)
     hidden = get('hidden_size')
     layers = get('num_hidden_layers') + get('decoder_layers') # Both halves of Whisper
@@ -147,7 +147,7 @@ def weight_bytes(
 def free_memory(
     device: str = 'cpu', # Device, such as `cuda:1`
 ) -> int | None:         # Bytes; None if the system does not report them
-    "Memory that a program can still get on a device."
+    "Free memory on a device."
     if device.startswith('cuda'):
         import torch
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -180,7 +180,7 @@ _LIMITS = (('^(n|num|num_hidden|num_attention)_(layer|head)s?$', 1, MAX_LAYERS),
 def check_sizes(
     facts: dict, # Content of a config.json
 ) -> None:
-    "Raise `ValueError` for a size, also of a model within the model, that no model has."
+    "Raise `ValueError` for an impossible size of a model or a model inside it."
     for key, value in facts.items():
         if isinstance(value, dict): check_sizes(value)
         limits = [bounds for pattern, *bounds in _LIMITS if re.search(pattern, str(key))]

@@ -64,11 +64,11 @@ class NGram:
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
         try: return cls(load_kenlm(path), path)
-        # KenLM's messages may hold bytes of the file, and its counts may be absurd
+        # KenLM's messages may contain bytes of the file or absurd counts
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e:
             message = ' '.join(str(e).split())[:300]
         if is_kenlm_binary(path): raise ValueError(f'{path}: not a KenLM binary that can be read; {message}')
-        for _ in ArpaReader(path): pass # Names the first line that is wrong
+        for _ in ArpaReader(path): pass # Raises an error for the first wrong line
         raise ValueError(f'{path}: an ARPA file that KenLM refuses and load_ngram reads; `b2t lm prune {path} '
                          '-o NEW.arpa --threshold 0` writes it in the form that KenLM reads')
 
@@ -210,7 +210,7 @@ def oov_advice(
     rate: float, # Share of the words of val that are out of vocabulary
     n_words: int, # Number of words that can be decoded
 ) -> str:
-    "Advice if many words cannot be decoded, else empty."
+    "Advice if many words cannot be decoded, otherwise empty."
     if not rate > MANY_OOV: return ''
     return (f'{percent(rate)} of the words of val cannot be decoded, because they are not among the {n_words:,} that '
             'the language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '

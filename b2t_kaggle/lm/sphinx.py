@@ -40,7 +40,7 @@ def read_sphinx(
 ) -> SphinxModel:
     """Read a language model of CMU Sphinx, a trie of order 2 to 5.
 
-    Probabilities and backoff weights are the file's. Raises a `SphinxError` that names the file."""
+    Probabilities and backoff weights are unchanged. Raises a `SphinxError` that names the file."""
     path = model_file(source)
     check_is_file(path)
     licence = None
@@ -58,7 +58,7 @@ def read_sphinx(
             raise SphinxError(f'{path}: not a whole zip archive that can be read ({e}); fetch it again') from None
     else:
         data = path.read_bytes()
-        # Beside the installed package, in whose folder model/en-us the file is
+        # The file is in the folder model/en-us beside the package
         files = [f for d in path.absolute().parents[:4] for f in sorted(d.glob('pocketsphinx-*.dist-info/**/LICENSE*'))]
         if files: licence = files[0].read_text('utf-8')
     return SphinxModel(_parse(data, str(path)), licence)
@@ -120,7 +120,7 @@ class _Blocks:
 # %% ../../nbs/lm/13_sphinx.ipynb #c013
 def _unpack(packed: np.ndarray, count: int, widths: Sequence[int]) -> list[np.ndarray]:
     "The fields of packed entries whose lowest bits come first."
-    eight_bytes = np.ndarray(len(packed) - 7, '<u8', packed, strides=(1,)) # Beginning with each byte
+    eight_bytes = np.ndarray(len(packed) - 7, '<u8', packed, strides=(1,)) # Starting at each byte
     first_bit = np.arange(count)*sum(widths)
     fields = []
     for width in widths:

@@ -29,8 +29,8 @@ def open_decoder(
     run: Run,  # A run whose stage `lm` is done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
-    """The `LexiconBeamDecoder` of a run: with tuned weights and calibrated confidences if there are any, the words of
-    `decode.boost`, `decode.llm` inside the search unless it was found not to help, and the times of the model's frames.
+    """The `LexiconBeamDecoder` of a run: with its tuned weights, calibrated confidences,
+    `decode.boost`, frame times, and `decode.llm` in the search unless it was found not to help.
 
     Raises `PipelineError` without an n-gram, `ValueError` for a line of `decode.boost`, `LanguageModelError` for the
     LLM."""
@@ -59,7 +59,7 @@ def _fusion(run: Run):
     return LLMFusion(*open_llm(run, c), c.llm_weight, capitals=c.llm_capitals, end=c.llm_end)
 
 def open_llm(run: Run, cfg: LLMConfig, prompt: int | str = 0) -> tuple[Any, Any]:
-    "The LLM of a group and its tokenizer, with the start, and perhaps a prompt, that suit the sentences of train."
+    "The LLM of a group and its tokenizer, with the start, or prompt, that suits the sentences of train."
     from b2t_kaggle.lm.causal import choose_start, open_lm
     model, tokenizer = open_lm(cfg)
     sentences = []
@@ -87,7 +87,7 @@ def _is_made(run: Run, stage: str, path: Path) -> bool:
     return path.name in made.stamp.get('outputs', {}) and made.status() in ('done', 'stopped early')
 
 def is_kept(run: Run, name: str) -> bool:
-    "Whether the sentences of a stage are used; False after it has compared them with others and not kept them."
+    "Whether the sentences of a stage are used; False if it compared them with others and kept the others."
     stage = StageRun(run, name)
     return stage.stamp.get('metrics', {}).get('kept', True) or stage.status() != 'done'
 
@@ -112,7 +112,7 @@ def write_words(
     stage: str,                    # Stage that made the lists
     nbest: 'Mapping[str, Sequence[Sequence[Hypothesis]]]',  # N-best list of each trial, by split
     decoders: 'Mapping[str, Sequence[LexiconBeamDecoder]]', # Decoder of each trial, by split
-    references: Mapping[int, str], # Sentence of each trial of val that has one, by its number
+    references: Mapping[int, str], # Sentence of each transcribed trial of val, by its number
 ) -> 'tuple[list[Path], Calibration | None]':
     "Write a stage's lists again, with posteriors and words, calibrated on val; returns the file and the calibration."
     from b2t_kaggle.decoding.nbest import write_nbest

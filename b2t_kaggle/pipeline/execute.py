@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Interrupted', 'kernel_manager', 'execute', 'check_stages', 'run_stages']
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c003
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 import os
 import signal
 import socket
@@ -31,16 +31,16 @@ from ..training.budget import time_limit
 if TYPE_CHECKING:
     from jupyter_client import AsyncKernelManager
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c006
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 class Interrupted(Ended):
-    "A run that was asked to end; the message says in which stage, and what of it is saved."
+    "A run that was asked to stop; the message says in which stage, and what was saved."
 
 class _Stop(Exception):
     "Keeps papermill from executing another cell."
 
 @contextmanager
 def _forwarded_interrupt(manager: Any) -> Iterator[tuple[dict, list]]:
-    "Forward the first request to end to papermill's kernel; gives papermill's options, and the signals received."
+    "Forward the first stop signal to papermill's kernel; yields papermill's options, and the signals received."
     received: list[int] = []
     kernels: list = []
     class Kernel(manager):
@@ -65,7 +65,7 @@ def _forwarded_interrupt(manager: Any) -> Iterator[tuple[dict, list]]:
 
     with handled(forward): yield dict(kernel_manager_class=Kernel, on_cell_start=stop), received
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c010
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def kernel_manager() -> type['AsyncKernelManager']:
     "Jupyter's manager of kernels in this Python, which end with this process."
     from jupyter_client.connect import port_names
@@ -93,9 +93,9 @@ def kernel_manager() -> type['AsyncKernelManager']:
 
     return OwnKernelManager
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c018
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def _set_variables() -> None:
-    "Set environment variables that the processes of all stages read when they begin, unless they are set."
+    "Set environment variables for the processes of all stages, unless they are set."
     set_home_variables()
     # Two processes that wait for each other by spinning halve each other's speed on shared cores
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
@@ -121,7 +121,7 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     return PipelineError(f'stage {name}{end}')
 
 def execute(run: Run, name: str) -> None:
-    "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` if it is asked to end."
+    "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` after a stop signal."
     if type(STAGES.get(name)).__module__.startswith('b2t_plugin_'): # It has no notebook
         run_stage(name, run.dir, run.work, run.unsaved())
         return
@@ -154,10 +154,10 @@ def execute(run: Run, name: str) -> None:
     saved = saved or 'what it had not finished begins again'
     raise Interrupted(number, f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c022
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def _run_if_stale(stage: StageRun, forced: bool) -> str:
-    """Execute a stage unless it is done, or if it is forced; returns its earlier status. If it fails and a file that it
-    reads changed, the error says that."""
+    """Execute a stage unless it is done or forced; returns its earlier status. If it fails and one
+    of its input files changed, the error says so."""
     run, name = stage.run, stage.name
     stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
     with Lock(stage.stamp_path.with_suffix('.lock'), f'stage {name} of {stage.home}'):
@@ -177,7 +177,7 @@ def _run_if_stale(stage: StageRun, forced: bool) -> str:
         run.save() # The kernel knows the values, but not the origin of the run
     return status
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c024
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def _row(stage: StageRun, status: str) -> dict:
     if status == 'not needed': return dict(stage=stage.name, state=status, seconds=0, metrics='')
     stamp = stage.stamp
@@ -186,7 +186,7 @@ def _row(stage: StageRun, status: str) -> dict:
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c027
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def _run_lock(run: Run) -> Lock:
     lock = Lock(run.dir/'stages'/'run.lock', f'the run {run.dir}')
     lock.path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,9 +196,9 @@ def _run_lock(run: Run) -> Lock:
                             '--name') from None
     return lock
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c030
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection[str] = ()) -> set[str]:
-    "Stages that have something to do; shared ones only if a stage that reads them has."
+    "Stages that have to run; shared ones only if a stage that reads them runs."
     pending = set()
     for name, stage in stages.items():
         if STAGES[name].shared: continue
@@ -216,7 +216,7 @@ def check_stages(
     force: Iterable[str] = (),  # Stages to do again even if they are done
     done: Collection[str] = (), # Stages whose results the run will be given
 ) -> set[str]:
-    """Stages that have something to do.
+    """Stages that have to run.
 
     Raises before anything is computed: `DeviceError` for long training on recordings without an accelerator,
     `TrainingError` for a tracker that is not installed, `PipelineError` for a missing or damaged input or an unknown
@@ -232,7 +232,7 @@ def check_stages(
     for name in names: run.marks(name) # Files that the configuration names
     return pending
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c033
+# %% ../../nbs/pipeline/10_execute.ipynb #c
 def run_stages(run: Run, until: str | None = None, force: Iterable[str] = ()) -> list[dict]:
     """Execute the stages that are not done, in order; returns a row for each: stage, state, seconds, metrics.
 

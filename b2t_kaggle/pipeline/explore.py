@@ -36,7 +36,7 @@ from ..training.checkpoint_paths import framework_of
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c004
 class ByTrial:
-    "Items, one for each trial of a split: `[i]`, or `[session, key]` such as `['t15.2023.08.11', 'trial_0003']`."
+    "One item per trial of a split: `[i]`, or `[session, key]` such as `['t15.2023.08.11', 'trial_0003']`."
     def __init__(self, items: Any, index: pd.DataFrame): self.items, self.index = items, index
 
     def __len__(self) -> int: return len(self.items)
@@ -52,7 +52,7 @@ class ByTrial:
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c005
 class OpenRun:
-    "A run to look at. Its methods take a split, `val` or `test` (`trials` also `train`)."
+    "An opened run. Its methods take a split, `val` or `test` (`trials` also `train`)."
     def __init__(self, run: Run): self.run = run
 
     @property
@@ -88,7 +88,7 @@ def open_run(
 @patch
 def table(
     self: OpenRun,
-    split: str = 'val', # `val` or `test`; without references error rates are missing
+    split: str = 'val', # `val` or `test`; without references there are no error rates
 ) -> pd.DataFrame: # By the trial's number
     "A row for each trial of a split: session, key, reference, hypothesis, per, wer, edits, confidence."
     index = self._index(split)[['session', 'key', 'sentence']].rename(columns={'sentence': 'reference'})
@@ -110,7 +110,7 @@ def table(
 @patch
 def model(
     self: OpenRun,
-    split: str = 'val', # Split that it infers; a refitted model (`train.refit`) infers test only
+    split: str = 'val', # Split to infer; a refitted model (`train.refit`) is only for test
 ):
     "The trained encoder of the run in evaluation mode, of PyTorch or TensorFlow. Raises `CheckpointError`."
     path = self.run.checkpoint_for(split)
@@ -127,10 +127,10 @@ def __repr__(self: OpenRun) -> str:
 # %% ../../nbs/pipeline/13_explore.ipynb #c021
 def listen(
     run: OpenRun | str | Path,        # Run, its name or its folder
-    bins: Iterable[np.ndarray],       # Bins [F], or pieces of several bins [t, F], as they come
-    session: str | None = None,       # Recording session; None means the last one that the model knows
+    bins: Iterable[np.ndarray],       # Bins [F], or pieces of several bins [t, F], as they arrive
+    session: str | None = None,       # Recording session; None means the model's last one
 ) -> Iterator[tuple[int, str]]: # Milliseconds since the first bin, and the words so far
-    """Decode neural bins as they come: yields the words so far whenever they change, and at the end the best sentence.
+    """Decode neural bins as they arrive: yields the words so far whenever they change, and finally the best sentence.
 
     Raises `ValueError` for an encoder that reads later bins, or bins of another width."""
     from b2t_kaggle.pytorch.checkpoint import load_model
@@ -151,7 +151,7 @@ def listen(
 # %% ../../nbs/pipeline/13_explore.ipynb #c024
 def write_errors(
     run: OpenRun,
-    before: OpenRun | None = None, # Another run on the same trials, to see which of them this one fixed or broke
+    before: OpenRun | None = None, # Another run on the same trials, to show which trials this one fixed or broke
 ) -> Path: # `errors.html` in the run's folder, or `errors_since_NAME.html`
     "Write the page of a decoded run's errors. Raises `PipelineError` if val has no log-probabilities."
     return _write_page(run, f'errors_since_{before.name}' if before else 'errors', error_data(run, None, before))
@@ -187,7 +187,7 @@ def frame_picture(log_probs: np.ndarray) -> str:
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c027
 def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str] | str]:
-    "Alignment as pairs of reference and hypothesis, '' for an insertion or a deletion, or one word if they are equal."
+    "Alignment as pairs of reference and hypothesis, '' for an insertion or a deletion; one word if they are equal."
     pairs: list[list[str] | str] = []
     for op in Levenshtein.opcodes(reference, hypothesis):
         aligned = zip_longest(reference[op.src_start:op.src_end], hypothesis[op.dest_start:op.dest_end], fillvalue='')
@@ -195,8 +195,9 @@ def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str
     return pairs
 
 def _changes(run: OpenRun, trials: pd.DataFrame, before: OpenRun | None) -> dict[str, list]:
-    """For the n-gram, each stage that changes sentences, and a run before this one: of each trial the sentence without
-    and with it, and the errors of both. Without the n-gram, the sentence with the best acoustic score is taken."""
+    """Per trial, the sentences and errors without and with the n-gram, each stage that changes
+    sentences, and an earlier run. Without the n-gram, it is the sentence with the best acoustic
+    score."""
     stages = [s for s in plan(run.run.cfg) if STAGES[s].writes.kind == STAGES['decode'].writes.kind]
     lists = {s: run.run.nbest('val', s) for s in stages if run.run.nbest_path('val', s).exists()}
     def best(lists): return [lists[int(i)][0].text for i in trials.index]
@@ -216,12 +217,12 @@ def _changes(run: OpenRun, trials: pd.DataFrame, before: OpenRun | None) -> dict
 # %% ../../nbs/pipeline/13_explore.ipynb #c029
 def error_data(
     run: OpenRun,            # Decoded run
-    only: int | None = None, # Number of a trial to take alone
+    only: int | None = None, # Number of a single trial to show
     before: OpenRun | None = None, # Another run on the same trials
 ) -> dict:
-    """Everything of a decoded run that the page shows, as JSON can hold it.
+    """All data of the page, as JSON values.
 
-    Raises `PipelineError` without log-probabilities of val, or if the run before has other trials."""
+    Raises `PipelineError` without log-probabilities of val, or if the other run has other trials."""
     results = run_results(run.run)
     changes = _changes(run, results, before)
     lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')
@@ -250,7 +251,7 @@ def error_data(
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c031
 def write_replay(run: OpenRun, trial: int) -> Path:
-    "Write `replay-TRIAL.html`, on which a trial plays, into the run's folder. Raises `PipelineError`."
+    "Write `replay-TRIAL.html`, which plays a trial, into the run's folder. Raises `PipelineError`."
     data = error_data(run, trial)
     if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; `b2t errors` numbers them')
     val, stream = run.log_probs('val'), Stream(run.decoder())

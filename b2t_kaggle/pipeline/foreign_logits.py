@@ -26,14 +26,14 @@ from ..phonemes import BLANK, PHONEMES
 # %% ../../nbs/pipeline/14_foreign_logits.ipynb #c005
 _PLAIN = [p for p in PHONEMES if p not in ('BLANK', 'SIL')]
 ORDERS = { # Orders of the 41 classes in which models give them
-    'blank-sil-last': ['BLANK', *_PLAIN, 'SIL'],        # The official logits, and the kit's
+    'blank-sil-last': ['BLANK', *_PLAIN, 'SIL'],        # The official logits' and the kit's
     'blank-sil-first': ['BLANK', 'SIL', *_PLAIN],       # The official language model's
     'blank-last': [*_PLAIN, 'SIL', 'BLANK'],
     'sil-first': ['SIL', *_PLAIN, 'BLANK'],
 }
 
 def _class_places(classes: str | Sequence[str]) -> list[int]:
-    "Place of each of the kit's classes in another order."
+    "Index of each of the kit's classes in another order."
     names = ORDERS.get(classes, classes.split()) if isinstance(classes, str) else list(classes)
     names = [name.upper().replace('|', 'SIL') for name in names]
     if sorted(names) != sorted(PHONEMES):
@@ -73,18 +73,18 @@ class _Arrays(pickle.Unpickler):
 def _numbered(names) -> list[str]: return sorted(names, key=lambda s: [int(n) for n in re.findall(r'\d+', s)] or [-1])
 
 class ForeignTrial(NamedTuple):
-    "A trial of another program."
+    "A trial from another program."
     logits: np.ndarray          # [T', K]
     sentence: str | None = None # Sentence that was spoken, if the file has it
     context: str | None = None  # Text before the sentence, for a language model
 
 def _text(value) -> str | None:
-    "A text, also if it has the numbers of its characters, and zeros after them."
+    "A text, also one given as character codes with zeros after them."
     if value is None or isinstance(value, str): return value
     return ''.join(map(chr, np.ravel(value).tolist())).partition('\0')[0]
 
 def _trials(content: Mapping | Sequence | np.ndarray) -> list[ForeignTrial]:
-    if not isinstance(content, Mapping) and len(content) and isinstance(content[0], Mapping): # A dictionary for each
+    if not isinstance(content, Mapping) and len(content) and isinstance(content[0], Mapping): # One per trial
         content = {name: [row[name] for row in content] for name in content[0]}
     lengths = None
     texts: list[Iterable] = []
@@ -115,8 +115,8 @@ def read_trials(path: str | Path) -> list[ForeignTrial]:
         raise LogitError(f'{path}: {e}; expected .npz, .npy or .pkl with arrays [frames, classes]') from None
 
 def normalised(x: np.ndarray, name: str) -> np.ndarray:
-    """Natural-log probabilities [T', 41] float32 of logits, log-probabilities or probabilities, which are recognised by
-    their sums. Raises `LogitError` that begins with the name."""
+    """Natural-log probabilities [T', 41] float32 from logits, log-probabilities or probabilities,
+    recognised by their sums. Raises a `LogitError` that begins with the name."""
     x = np.asarray(x)
     if x.ndim != 2 or x.shape[1] != len(PHONEMES) or x.dtype.kind not in 'fiu' or not len(x):
         raise LogitError(f'{name}: found {x.dtype} {list(x.shape)}, expected numbers [frames, {len(PHONEMES)}]')

@@ -30,7 +30,7 @@ from .stages import STAGES
 
 # %% ../../nbs/pipeline/05_report.ipynb #c008
 def headline(results: pd.DataFrame, notes: Mapping[str, str] = {}) -> str:
-    "Cards of the error rates with their intervals and these notes, and of the number of correct sentences."
+    "Cards of error rates with their intervals and notes, and of the number of correct sentences."
     measured = measure(results)
     metrics = {}
     for name in (WER, PER):
@@ -53,7 +53,7 @@ def _is_tuned(run, stamps, tuning) -> bool:
                 cfg.combine.sources and is_kept('combine')])
 
 def summary(run, results: pd.DataFrame | None, stamps: Mapping[str, Mapping], tuning) -> str:
-    "Description of a run, the headline metrics, and what to know about them."
+    "A run's description, main metrics, and notes about them."
     about = describe_run(run.cfg, run.base_preset)
     parts = [f'<p class="kicker">{about[0].upper()}{about[1:]}.</p>'] if about else []
     if results is None:
@@ -76,7 +76,7 @@ def summary(run, results: pd.DataFrame | None, stamps: Mapping[str, Mapping], tu
 def _bar(rate: float, most: float) -> str: return f'<span class="meter" style="width:{100*rate/most:.0f}%"></span>'
 
 def group_table(groups: pd.DataFrame, by: str) -> str:
-    "Error rates of a kind of group, such as `length`, from `comparison.result_table`; empty without such groups."
+    "Error rates of one kind of group, such as `length`, from `comparison.result_table`."
     if by not in groups.index.get_level_values('by'): return ''
     table_of_kind = groups.loc[by]
     measures = [m for m in (WER, PER) if m in table_of_kind]
@@ -142,13 +142,13 @@ def _trial(row: pd.Series, errors: ErrorCounts) -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c021
 def duration(seconds: float) -> str:
-    "Time as people write it."
+    "A duration in words."
     if seconds < 60: return f'{seconds:.0f} s'
     if seconds < 3600: return f'{seconds//60:.0f} min {seconds%60:02.0f} s'
     return f'{seconds//3600:.0f} h {seconds%3600//60:02.0f} min'
 
 def metric_text(name: str, value: Any, mark: str = '') -> str:
-    "A metric of a stage in words; the mark follows word error rates."
+    "A stage's metric in words; `mark` follows word error rates."
     if isinstance(value, float) and name.split()[0] in (WER, 'before', 'after', 'vote'):
         return f'{name} {percent(value)}{mark}'
     if isinstance(value, float) and name.split()[0] in (PER, 'CER', 'BLEU', 'OOV'): return f'{name} {percent(value)}'
@@ -189,7 +189,7 @@ def gain_table(stamps: Mapping[str, Mapping], mark: str = '') -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c027
 def configuration(cfg: Config, name: str) -> str:
-    "A table of the values that differ from a preset, with their meaning; of another model all values."
+    "A table of the values that differ from a preset, with their meaning."
     base = preset(name)
     changed, values = differing_values(cfg, base), flat_values(base)
     if not changed: return f'<p>All values are those of the preset <code>{name}</code>.</p>'
@@ -205,7 +205,7 @@ def configuration(cfg: Config, name: str) -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c030
 def provenance(facts: Mapping[str, str], stamps: Mapping[str, Mapping]) -> str:
-    "Version, dates and further facts."
+    "Version, dates and other facts."
     dates = [datetime.fromtimestamp(stamp['made'], timezone.utc).strftime('%Y-%m-%d %H:%M UTC')
              for stamp in stamps.values() if 'made' in stamp]
     rows = {'kit': f'b2t_kaggle {b2t_kaggle.__version__}'}
@@ -221,7 +221,7 @@ def curves(run, stamps: Mapping[str, Mapping]) -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c035
 def report_page(sections: Mapping[str, str], name: str) -> str:
-    "One page of HTML that needs no other file, from pieces by heading; the first one may have none."
+    "One self-contained HTML page of pieces by heading; the first piece may have no heading."
     body = [f'<h2>{html.escape(title)}</h2>\n{made}' if title else made for title, made in sections.items() if made]
     head = f'<h1>{html.escape(name)}</h1>\n<blockquote><p>The results of this run on one page.</p></blockquote>'
     return page(f'{name} · b2t_kaggle', '\n'.join(['<main>', head, *body, '</main>']))

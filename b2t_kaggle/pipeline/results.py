@@ -46,8 +46,7 @@ def _is_spoken(row) -> bool: return not row.is_instruction and isinstance(row.se
 
 def as_hypotheses(index: pd.DataFrame, nbest: Sequence[Sequence[Hypothesis]], split: str, system: str | None = None,
                   model: str | None = None, decoder: str | None = None) -> Hypotheses:
-    """N-best lists of a split in the format that all systems share, under the names of their system, acoustic model and
-    decoder; val has references, and its instruction trials are left out."""
+    """Write a stage's n-best lists by split, in the format that all systems share."""
     hypotheses = Hypotheses()
     for i, (row, hyps) in enumerate(zip(index.itertuples(), nbest, strict=True)):
         if split == 'val' and not _is_spoken(row): continue
@@ -58,7 +57,7 @@ def as_hypotheses(index: pd.DataFrame, nbest: Sequence[Sequence[Hypothesis]], sp
     return hypotheses
 
 def write_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypothesis]]]) -> list[Path]:
-    "Write the n-best lists of a stage, by split, in the format that all systems share."
+    "Write a stage's n-best lists by split, in the run's own format and the shared one."
     paths = []
     for split, lists in nbest.items():
         model = _model_name(run.log_probs(split).provenance)
@@ -76,8 +75,8 @@ def write_all_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[
 # %% ../../nbs/pipeline/11_results.ipynb #c010
 def participant_rates(sessions: Iterable[str], references: Sequence, hypotheses: Sequence,
                       figure: str = 'WER') -> dict[str, float]:
-    """WER of each participant from sentences, or PER from class ids, as figures of a stage; empty for a single
-    participant. Each trial has a session."""
+    """WER of each participant from sentences, or PER from class ids, as metrics of a stage; empty
+    for a single participant. Each trial has a session."""
     rate = dict(WER=word_error_rate, PER=phoneme_error_rate)[figure]
     return {f'{figure} {name}': rate([references[i] for i in trials], [hypotheses[i] for i in trials])
             for name, trials in by_participant(sessions).items()}
@@ -88,7 +87,7 @@ def spoken_trials(run: Run) -> pd.DataFrame:
     return index[~index.is_instruction.astype(bool)] if 'val' in run.splits else index[:0]
 
 def phoneme_figures(run: Run, logits: LogitStore) -> dict[str, float]:
-    "Phoneme error rate of the likeliest classes on val, also of each participant."
+    "Greedy phoneme error rate on val, also by participant."
     spoken, val = spoken_trials(run), run.trials('val')
     labels = [val.class_ids(i) for i in spoken.index]
     paths = [greedy(logits[i]) for i in spoken.index]
@@ -141,11 +140,11 @@ def read_systems(run: Run, split: str) -> Hypotheses:
         raise PipelineError(f'combine.sources: {len(foreign)} of their trials of {split} are not among the {n} of this '
                             f'run, such as {foreign[0]!r}; expected hypotheses of the same trials, under their numbers '
                             f'in the split, from 0 on, in {", ".join(map(str, others.values()))}')
-    return best_entries(together.subset(alone.trials), run.cfg.combine.nbest) # Other trials are instructions
+    return best_entries(together.subset(alone.trials), run.cfg.combine.nbest) # The others are instructions
 
 def combined_lists(nbest: Sequence[Sequence[Hypothesis]], combined: Mapping[str, Combined]) -> list[list[Hypothesis]]:
-    """Lists with the combined sentence of a trial, by its number, whose total is the log-probability that it is right;
-    other trials keep their list."""
+    """Lists whose first entry is the combined sentence of a trial, with the log-probability that
+    it is correct; other trials keep their list."""
     lists = [[Hypothesis(h.text, h.acoustic, h.ngram, h.n_words, h.total) for h in hyps] for hyps in nbest]
     for trial, c in combined.items():
         log_confidence = math.log(max(c.confidence, 1e-9))

@@ -43,7 +43,7 @@ def content_fingerprints(paths: Iterable[str | Path]) -> dict[Path, list]:
     return {f: [f.stat().st_size, digest] for f, digest in zip(files, content_hashes(files))}
 
 def short_hash(value: Any) -> str:
-    "Hash of 16 digits of a value that JSON can hold; other objects count as their text."
+    "Hash of 16 digits of a JSON value; other objects are converted to text."
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 # %% ../../nbs/pipeline/07_run.ipynb #c009
@@ -62,7 +62,7 @@ def read_json(path: Path, kind: Any = dict[str, Any]) -> dict:
     except (FileNotFoundError, ValueError): return {}
 
 # %% ../../nbs/pipeline/07_run.ipynb #c012
-# The preset that a run began with, the run that it is a variant of, and the file of its plugin
+# The preset that a run started from, the run of which it is a variant, and its plugin's file
 _Origin = TypedDict('_Origin', {'preset': str, 'from': str, 'plugin': str}, total=False)
 
 class Run:
@@ -75,8 +75,8 @@ class Run:
         work: str | Path = 'data',     # Folder for large files that can be rebuilt
         overrides: dict | None = None, # Values as for `config.with_overrides`; a changed configuration is saved
         cfg: Config | None = None,     # Configuration to write; None reads `config.yaml`, else takes the demo
-        origin: dict | None = None,    # Origin of a new run: its `preset`, the run that it is `from`
-        save: bool = True,             # Save the configuration now; otherwise a stage does when it begins
+        origin: dict | None = None,    # For a new run: its `preset`, the run that it comes `from`
+        save: bool = True,             # Save the configuration now; otherwise when a stage begins
         *,
         plugin: Path | None = None,    # File of the plugin from now on; None: as before
     ):
@@ -90,12 +90,12 @@ class Run:
                                 '{"preset": "demo"}; correct or remove it')
         if plugin: self.origin = self.origin | dict(plugin=str(plugin))
         self.plugin = Path(self.origin['plugin']) if 'plugin' in self.origin else None # Only `--plugin` executes it
-        # The preset that the configuration started from; if the run did not note it, the one for such data
+        # The preset that the configuration started from; for a run without a record, the one for such data
         self.base_preset = self.origin.get('preset') or ('official' if self.cfg.data.dataset_dir else 'demo')
         # The checkpoint that `infer` loads, and the n-gram model, as configured or the run's own
         self.checkpoint = self.cfg.infer.checkpoint or self.dir/'train'/BEST[self.cfg.train.framework]
         self.lm_path = self.cfg.lm.path or self.dir/'lm'/'lm.arpa'
-        # Suffix of word error rates on val: n-gram models that are mixed have weights that were tuned on its text
+        # Suffix of word error rates on val: mixture weights were tuned on its text
         self.wer_mark = f' {IN_SAMPLE}' if self.cfg.lm.general else ''
         if save: self.save()
 
@@ -120,7 +120,7 @@ class Run:
         return plugin | config.preset_changes(self.saved, self.base_preset) if self.saved else {}
 
     def _values(self, stage: str, without: type[Fact]) -> dict:
-        "Values that a stage depends on, without defaults, file locations and keys with a fact of the class `without`."
+        "Values that a stage depends on, without defaults, file locations and keys with the flag `without`."
         facts = config.key_facts(self.cfg)
         values = config.changed_values(self.cfg, config.keys_with(self.cfg, without))
         return {k: v for k, v in values.items() if covers(STAGES[stage].config_with(self.cfg), k)
@@ -128,7 +128,7 @@ class Run:
 
     @cache
     def marks(self, stage: str) -> dict[Path, list]:
-        """Name, size and hash of each file from outside that a stage reads, as they were at the first call.
+        """Name, size and hash of each external file that a stage reads, at the time of the first call.
 
         Raises `PipelineError` for a missing file."""
         named = STAGES[stage].inputs(self.cfg, self.dir.parent)
@@ -150,8 +150,8 @@ class Run:
 
     @cache
     def fingerprint(self, stage: str) -> str:
-        """Hash that says to what a stage's files belong. Unlike the key it stays when files are only touched or moved,
-        training is only extended, or b2t_kaggle has another version."""
+        """Hash that says to what a stage's files belong. Unlike the key it stays the same if files
+        are only touched or moved, training is extended, or the version of b2t_kaggle changes."""
         s = STAGES[stage]
         files = [mark if s.continues else mark[:2] for mark in self.marks(stage).values()]
         return short_hash([s.shared and s.version, self._values(stage, MayChange), files,
@@ -163,7 +163,7 @@ class Run:
         return short_hash([self.fingerprint(stage), list(self.marks(stage).values()), self.inputs(stage)])
 
     def inputs(self, stage: str) -> dict:
-        "Parts of `key`, with names, so that a stage can say what has changed."
+        "Named parts of `key`, so that a stage can say what has changed."
         return dict(values=self._values(stage, ChangesNothing), code=STAGES[stage].version,
                     files={label: mark for label, *mark in self.marks(stage).values()}, version=b2t_kaggle.__version__,
                     stages={n: self.key(n) for n in self.needs(stage)})
@@ -171,17 +171,17 @@ class Run:
 # %% ../../nbs/pipeline/07_run.ipynb #c014
 @patch
 def check_plugin(self: Run) -> None:
-    "Raise `PipelineError` if the run has a plugin that is not in use: its folder alone executes no code."
+    "Raise `PipelineError` if the run has a plugin that is not in use: reading a folder executes no code."
     if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
     raise PipelineError(f'{self.dir} was begun with a plugin, and code is executed only on demand: look at '
                         f'{self.plugin}, and add --plugin {self.plugin}')
 
 @patch
 def check_unchanged(self: Run, stage: str) -> None:
-    "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."
+    "Raise `PipelineError` if an external file that it or an earlier stage read has changed."
     for name in plan(self.cfg, stage):
         try: marks = self.marks(name)
-        except PipelineError: continue # Its files are not here, so it was done elsewhere
+        except PipelineError: continue # It was done on another machine
         now = content_fingerprints(f for f in marks if f.is_file())
         if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
             raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
@@ -253,7 +253,7 @@ def nbest(self: Run, split: str, stage: str | None = None) -> list[list]:
 
 @patch
 def lists_for(self: Run, stage: str) -> dict[str, list[list]]:
-    "Last n-best lists that are made before a stage, by split."
+    "Last n-best lists made before a stage, by split."
     return {split: self.nbest(split, list_stage(self.cfg, before=stage)) for split in self.splits}
 
 # %% ../../nbs/pipeline/07_run.ipynb #c024

@@ -31,11 +31,11 @@ from ..training.budget import Deadline
 class _Stamp(TypedDict, total=False):
     key: Required[str]       # `Run.key`
     fingerprint: str         # `Run.fingerprint`
-    finished: bool           # Whether the stage came to its end, otherwise the next run continues it
+    finished: bool           # Whether the stage finished; otherwise the next run continues it
     seconds: float
     made: float              # Unix time
     outputs: dict[str, list] # Size and hash by path in the folder `home`; missing while the stage runs
-    needs: dict[str, str]    # `StageRun.id` of the stages that it read
+    needs: dict[str, str]    # `StageRun.id` of the stages whose outputs it read
     metrics: dict[str, Any]
     inputs: dict[str, str | dict[str, Any]]  # `Run.inputs`
     pending: dict[str, list[NonNegativeInt]] # Trials by split that are left for the next execution
@@ -54,7 +54,7 @@ class StageRun:
         return [type(self)(self.run, n) for n in self.run.needs(self.name)]
 
     def time_left(self) -> float:
-        "Seconds until it must stop, so that later stages finish before the session ends; infinite without an end."
+        "Seconds until it must stop, so that later stages finish in time; infinite without a limit."
         stage, cfg = STAGES[self.name], self.run.cfg
         later = [STAGES[n] for n in list(STAGES)[list(STAGES).index(self.name) + 1:]]
         llm_follows = any(s.uses_llm and not s.skipped(cfg) for s in later)
@@ -68,7 +68,7 @@ class StageRun:
 
     @property
     def id(self) -> str:
-        "Name of the last execution's outputs; shared ones are named by their key, so they may be made again."
+        "Name of the last execution's outputs; shared ones are named by their key, so they may be rebuilt."
         stamp = self.stamp
         if STAGES[self.name].shared: return short_hash([self.run.key(self.name), stamp.get('finished', True)])
         return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
@@ -102,7 +102,7 @@ class StageRun:
 # %% ../../nbs/pipeline/08_stamps.ipynb #c008
 @patch
 def begin(self: StageRun) -> StageRun:
-    """Check the stages that it needs, and remove files that another configuration left.
+    """Check the stages that it needs, and remove files of another configuration.
 
     Raises `PipelineError` if one of them is not done, or if another process executes the stage."""
     for need in self.needs:
@@ -111,7 +111,7 @@ def begin(self: StageRun) -> StageRun:
                                 f'`b2t {need.name}` on this run first')
     self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
     self._running = Lock(self.stamp_path.with_suffix('.running'), f'stage {self.name} of {self.home}')
-    try: self._running.acquire(20) # A kernel whose run was killed lives for another second
+    try: self._running.acquire(20) # The kernel of a killed run lives for another second
     except LockedError as e:
         raise PipelineError(f'stage {self.name} is being executed by another process on {self.home} ({e.holder}); '
                             'wait for it, or use another --name') from None
@@ -125,13 +125,13 @@ def begin(self: StageRun) -> StageRun:
     self.pending = stamp.get('pending', {}) if is_same else {}
     self._clear_leftovers()
     self.started = time.time()
-    if not STAGES[self.name].shared: self.run.save() # Otherwise when done: bad sessions leave the run as it was
+    if not STAGES[self.name].shared: self.run.save() # Otherwise when done: bad sessions leave the run unchanged
     write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
     return self
 
 @patch
 def _remove_results(self: StageRun, fingerprint: str = '') -> None:
-    "Remove the outputs. A model is set aside instead, and one that was set aside under a fingerprint comes back."
+    "Remove the outputs. A trained model is set aside instead, and restored if its fingerprint matches again."
     stamp, folder = self.stamp, self.home/self.name
     if not STAGES[self.name].continues:
         for p in stamp.get('outputs', {}): (self.home/p).unlink(missing_ok=True)
@@ -147,7 +147,7 @@ def _clear_leftovers(self: StageRun) -> None:
     work = self.run.work
     for folder in (self.run.dir, work/'stages', *work.glob('simulated-*'), *work.glob('packed-*')):
         clear_leftovers(folder, within=True)
-    for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Whole environments are there as well
+    for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Whole environments are also there
 
 @patch
 def finish(self: StageRun,
@@ -155,7 +155,7 @@ def finish(self: StageRun,
     metrics: dict | None = None, # Figures for the report and the closing table
     finished: bool = True,       # False if it stopped early, so that the next run continues it
 ) -> None:
-    "Stamp the stage. Raises `PipelineError` if a file changed that it or a stage before it read."
+    "Stamp the stage. Raises `PipelineError` if a file that it or an earlier stage read changed."
     self.run.check_unchanged(self.name)
     self.checkpoint(outputs, metrics, finished)
     self.run.save()
@@ -180,7 +180,7 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
 # %% ../../nbs/pipeline/08_stamps.ipynb #c010
 @patch
 def discard(self: StageRun) -> None:
-    "Forget that the stage was done, so that it begins again; also the training, if it began with it."
+    "Forget that the stage was done, and the training if it began with it."
     self._remove_results()
     self.stamp_path.unlink(missing_ok=True)
     for name in plan(self.run.cfg) if STAGES[self.name].continues else ():
@@ -195,10 +195,10 @@ def _share(path: Path, target: Path) -> None:
         with atomic_path(target) as scratch: shutil.copyfile(path, scratch)
 
 def stages_in_common(run: Run, source: Run) -> list[str]:
-    "Finished stages of a variant's source whose results the variant can reuse unchanged."
+    "Finished stages of the source whose results a variant can reuse unchanged."
     done: list[str] = []
     for name in plan(run.cfg):
-        # A page has the name of the run on it
+        # The page has the run's name on it
         if STAGES[name].shared or name not in plan(source.cfg) or STAGES[name].writes.kind == PAGE: continue
         earlier = {n for n in run.needs(name) if not STAGES[n].shared}
         is_done = earlier <= set(done) and StageRun(source, name).status() == 'done'
@@ -206,10 +206,10 @@ def stages_in_common(run: Run, source: Run) -> list[str]:
     return done
 
 def branch(run: Run, source: Run, done: Iterable[str]) -> None:
-    "Give a variant the results of its source: of these stages from `stages_in_common`, and models to train further."
+    "Give a variant its source's results: of these stages from `stages_in_common`, and models to train further."
     for name in (n for n in plan(run.cfg) if STAGES[n].continues):
         if StageRun(source, name).stamp.get('fingerprint') != run.fingerprint(name): continue
-        for f in (source.dir/name).glob('[!.]*'): # Without files that are being written
+        for f in (source.dir/name).glob('[!.]*'): # Without unfinished files
             if f.is_file() and f.name != 'trackers.json': _share(f, run.dir/name/f.name)
     for name in done:
         stage = StageRun(source, name)

@@ -24,7 +24,7 @@ class SubmissionError(ValueError):
 def check_order(
     index: pd.DataFrame, # One row for each test trial, columns `session` (`t15.YYYY.MM.DD`) and `key` (`trial_0000`)
 ) -> int:
-    "Number of trials; raises a `SubmissionError` that names the first one that is not in the competition's order."
+    "Number of trials; raises a `SubmissionError` that names the first one out of the competition's order."
     if missing := {'session', 'key'} - set(index.columns):
         raise SubmissionError(f'test index: column {", ".join(sorted(missing))} is missing; found '
                               f'{", ".join(map(str, index.columns))}')
@@ -37,7 +37,7 @@ def check_order(
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c009
 _ALPHABET = re.compile(r"[a-zA-Z\-' ]+")                # Characters that the metric keeps
-_MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # Texts of the alphabet that pandas reads as missing
+_MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # Texts that pandas reads as missing
 
 def _short(text: str) -> str:
     return text if len(text) <= 100 else text[:100] + '…'
@@ -73,7 +73,7 @@ def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
         problems.append(f'found {len(entries)} rows, expected {n}, one for each test trial')
     wrong = [f'line {line}: id is {_short(i)!r}, expected {row}' for row, (line, i, _) in enumerate(entries)
              if i != str(row)]
-    problems += wrong[:1] # One missing row shifts all that follow
+    problems += wrong[:1] # One missing row shifts all rows after it
     problems += [f'line {line}, id {_short(i)}: {p}' for line, i, t in entries if (p := _text_problem(t))]
     if problems:
         title = f'{name}: {len(problems)} problem{"s" * (len(problems) > 1)}'

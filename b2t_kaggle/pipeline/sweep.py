@@ -55,7 +55,7 @@ def _as_text(point: Mapping[str, Any]) -> str:
     return ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in point.items())
 
 def _sample_points(ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
-    "Points to check: each choice, or the ends and the middle of a range."
+    "Values to check: each choice, or the ends and the middle of a range."
     samples = {key: d.choices if hasattr(d, 'choices') else (d.low, type(d.low)((d.low + d.high)/2), d.high)
                for key, d in ranges.items()}
     first, last = ({key: values[i] for key, values in samples.items()} for i in (0, -1))
@@ -63,7 +63,7 @@ def _sample_points(ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # %% ../../nbs/pipeline/12_sweep.ipynb #c007
 class Sweep:
-    "A study of Optuna, whose points are runs next to a common one."
+    "An Optuna study whose points are runs next to a common run."
     def __init__(self,
         run: Run,                 # Run with the common values
         ranges: dict[str, Any],   # Distributions by full name, from `ranges_of`
@@ -87,7 +87,7 @@ class Sweep:
         return self.run.dir.with_name(f'{self.run.dir.name}-{number:03d}')
 
     def _check_points(self) -> None:
-        "Raise `ConfigError` for a point whose training could not begin, before there is a folder or a study."
+        "Raise `ConfigError` for a point whose training could not begin, before a folder or a study is made."
         kind = detect().kind
         for point in _sample_points(self.ranges):
             try:
@@ -99,14 +99,14 @@ class Sweep:
                 raise ConfigError(f'with {_as_text(point)}: {e}; nothing was begun') from None
 
     def _check_same(self) -> None:
-        "Raise an error if the study was begun with other values, with another version or on other sessions."
+        "Raise an error if the study began with other values, another version or other sessions."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
         values = changed_values(self.run.cfg, without=vain | set(self.ranges))
         groups = {'simulate', *config.TRAINING_GROUPS}
         facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
         earlier = self.study.user_attrs.get('facts')
-        # A machine may have other ones without any difference in the values
+        # Other machines may differ without any difference in the values
         machine = {'b2t_kaggle': b2t_kaggle.__version__, 'hash of the sessions': self.run.key('pack')}
         if earlier is None or not self.study.trials:
             self.study.set_user_attr('machine', [platform.node(), machine])
@@ -126,15 +126,15 @@ class Sweep:
 # %% ../../nbs/pipeline/12_sweep.ipynb #c014
 @patch
 def run_trials(self: Sweep, n: int) -> bool:
-    """Continue the points that a process left here, and take new ones until the study has n; returns whether all came
-    to an end. Otherwise the time was up before. Raises `PipelineError`, `DeviceError`."""
+    """Continue unfinished points of this machine, and add new ones until the study has n; returns
+    whether all ended. False means that time ran out. Raises `PipelineError`, `DeviceError`."""
     hours = time_limit_hours(self.run.cfg.session.hours, detect().kind)
     with time_limit(hours), _named_errors(self.storage): # One limit for all points
         left = [t.number for t in self.study.trials if not t.state.is_finished() and self.folder(t.number).is_dir()]
         for number in left:
             if not self._do(number): return False
         while len(self.study.trials) < n:
-            # Made before, so that a process that is killed in between leaves no point that nobody continues
+            # Made first, so that a killed process never leaves a point without a folder
             expected = self.folder(len(self.study.trials))
             expected.mkdir(parents=True, exist_ok=True)
             number = self.study.ask().number
@@ -145,14 +145,14 @@ def run_trials(self: Sweep, n: int) -> bool:
 
 @patch
 def _do(self: Sweep, number: int) -> bool:
-    "Do a point, unless another process does; False if the time is up."
+    "Run a point, unless another process does; False if time ran out."
     folder = self.folder(number)
     lock = Lock(folder/'sweep.lock', f'trial {number} of {folder}')
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try: lock.acquire(0)
         except LockedError: return True
-        except FileNotFoundError: continue # Another machine had made the folder for a point, and removed it
+        except FileNotFoundError: continue # Another machine made, then removed the folder of a point
         break
     with lock:
         if self.study.trials[number].state.is_finished(): return True
@@ -163,18 +163,18 @@ def _do(self: Sweep, number: int) -> bool:
 
 @patch
 def _values(self: Sweep, number: int) -> dict[str, Any]:
-    "Optuna's proposal for a point; the same again for one that has its values."
+    "Optuna's proposal for a point; unchanged if the point has its values."
     trial = self.optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
     values = {}
     for i, (key, distribution) in enumerate(self.ranges.items()):
-        # Values that were proposed before a kill draw no random numbers, so each has a seed
+        # Values proposed before a kill draw no random numbers, so each point has a seed
         self.study.sampler = self.optuna.samplers.TPESampler(seed=number + 10_000*i)
         values[key] = trial._suggest(key, distribution)
     return values
 
 @patch
 def _finish(self: Sweep, number: int) -> str:
-    "Do the rest of a point, and tell Optuna its result, which is returned; empty if the time is up."
+    "Finish a point, and report its result to Optuna and the caller; empty if time ran out."
     states = self.optuna.trial.TrialState
     def failed(e: Exception) -> str:
         self.study.tell(number, state=states.FAIL)
@@ -182,18 +182,18 @@ def _finish(self: Sweep, number: int) -> str:
     def pruned() -> int | None: return self.study.trials[number].user_attrs.get('pruned')
     values = self._values(number)
     try: cfg = with_overrides(self.run.cfg, values)
-    except ConfigError as e: return failed(e) # Only some points of the ranges were checked before
+    except ConfigError as e: return failed(e) # Not all points were checked at the start
     print(f'{self.folder(number).name} begins or continues with {_as_text(values)}', flush=True)
     run = Run(self.folder(number), self.run.work, None, cfg, self.run.origin)
     try:
-        if pruned() is None: # Otherwise a process pruned it that was killed before it could say so
+        if pruned() is None: # Else a process pruned it and was killed
             os.environ[TRIAL_VARIABLE] = json.dumps(dict(storage=self.storage, study=self.study.study_name,
                                                          number=number, startup=self.startup))
             try: rows = run_stages(run, 'train')
             finally: del os.environ[TRIAL_VARIABLE]
             if len(rows) < len(plan(cfg, 'train')): return ''
     except PipelineError as e:
-        if StageRun(run, 'pack').status() != 'done': raise # Before training: other points would end there as well
+        if StageRun(run, 'pack').status() != 'done': raise # Before training: all points would fail there
         return failed(e)
     if (batches := pruned()) is not None:
         self.study.tell(number, state=states.PRUNED)
@@ -214,7 +214,7 @@ def _choices(text: str) -> list:
     except ValueError: return []
 
 def split_ranges(values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    "Texts of ranges and choices, and fixed values, among the values of `--set` by key."
+    "Texts of ranges and choices, and fixed values, from the values of `--set`."
     ranges = {k: v for k, v in values.items()
               if isinstance(v, str) and (_RANGE.fullmatch(v.strip()) or len(_choices(v)) > 1)}
     return ranges, {k: v for k, v in values.items() if k not in ranges}
@@ -261,13 +261,13 @@ def ranges_of(
 # %% ../../nbs/pipeline/12_sweep.ipynb #c024
 @patch
 def table(self: Sweep) -> pd.DataFrame:
-    "A row per point, the best ones first: run, state, PER (of a pruned one its last), batches, minutes, values."
+    "A row per point, the best first: run, state, PER (of a pruned one its last), batches, minutes, values."
     rows = []
     for t in self.study.trials:
         minutes = None if t.datetime_complete is None else (t.datetime_complete - t.datetime_start).total_seconds()/60
         state = t.state.name.lower()
         batches = max(t.intermediate_values, default=None)
-        if state == 'complete': # Whether or not they end in a validation
+        if state == 'complete': # Whether or not they end with a validation
             batches = t.params.get('train.num_training_batches', self.run.cfg.train.num_training_batches)
         row = dict(run=self.folder(t.number).name, state=state, PER=t.value, batches=batches, minutes=minutes)
         rows.append(row | {key: t.params.get(key) for key in self.ranges})

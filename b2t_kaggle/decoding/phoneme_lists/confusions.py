@@ -83,12 +83,12 @@ class ExpectedWordErrors:
         self.first = np.cumsum([0, *(len(t.errors) for t in trials[:-1])])
 
     def scores(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        "Class scores of slots and gaps, `[N, 41]` each, with a change of the weights `[W]`."
+        "Class scores of slots and gaps, `[N, 41]` each, after a change of the weights `[W]`."
         slots, gaps, _ = np.split(x, [N_WEIGHTS, 2*N_WEIGHTS])
         return self.slot_scores + class_scores(self.slots, slots), self.gap_scores + class_scores(self.gaps, gaps)
 
     def place(self, x: np.ndarray) -> None:
-        "Find the best paths with a change of the weights `[W]`."
+        "Find the best paths after a change of the weights `[W]`."
         slot_scores, gap_scores = self.scores(x)
         ends = np.cumsum([len(t.slot_scores) for t in self.trials])
         gap_ends = ends + np.arange(1, len(ends) + 1)
@@ -109,7 +109,7 @@ class ExpectedWordErrors:
         self.candidates = np.concatenate(candidates) # Candidate of each cell
 
     def acoustic(self, x: np.ndarray) -> np.ndarray:
-        "Scores of the candidates by slots and gaps [C], with a change of the weights `[W]`."
+        "Scores of the candidates by slots and gaps [C], after a change of the weights `[W]`."
         by_row = np.concatenate(self.scores(x)).ravel()
         return np.bincount(self.candidates, by_row[self.cells], len(self.errors))
 

@@ -66,7 +66,7 @@ class ConfusionModel:
     ranking: RankingWeights | None = None # Weights of the sentences' scores, with an LLM
 
     def knows(self, lists: Sequence[PhonemeList]) -> bool:
-        "Whether it was trained on some of these trials, so that their error rate is too optimistic."
+        "Whether it was trained on some of these trials, so their error rate is too optimistic."
         return not set(self.learned).isdisjoint(map(_hash, lists))
 
     def changed(self, change: np.ndarray) -> 'ConfusionModel':
@@ -87,7 +87,7 @@ def list_frames(phoneme_list: PhonemeList, model: ConfusionModel) -> np.ndarray:
     return _log_softmax(interleave(class_scores(slots, model.slots), class_scores(gaps, model.gaps)))
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c009
-_BEAM = 4000          # Lists of ten per cent wrong phonemes leave many sentences open
+_BEAM = 4000          # If a tenth of the phonemes is wrong, many sentences are possible
 _CANDIDATE_BEAM = 400 # Enough for candidates to learn from
 _NBEST = 200
 _THRESHOLD = 40.
@@ -139,7 +139,7 @@ def random_trials(
     texts: Sequence[str],         # Best sentence of each trial [N]
     lm: LanguageModel,            # n-gram
 ) -> np.ndarray:                  # [N] bool
-    "The trials in blocks of random words, which are less probable in context than alone."
+    "The trials with blocks of random words, which are less probable in context than alone."
     alone = Frequencies(lm)
     gains: dict[tuple, list[float]] = {}
     blocks = [(x.fields.get('session'), x.fields.get('block')) for x in lists]
@@ -174,7 +174,7 @@ def _ranked(nbests: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c017
 _START = ConfusionModel(np.zeros(0), np.zeros(0), lm_weight=.8, word_score=0., sharpness=1.)
-_EMPTY_SLOT = -2. # Added to the scores that find candidates: a deletion also saves the n-gram's cost
+_EMPTY_SLOT = -2. # For finding candidates: a deletion also saves the n-gram's cost
 _FULL_GAP = .5
 
 class _Labelled(NamedTuple):
@@ -185,7 +185,7 @@ class _Labelled(NamedTuple):
     sentence: str            # Reference
 
     def candidates(self, hyps: Sequence[Hypothesis], model: ConfusionModel, lexicon: Lexicon) -> CandidateTrial:
-        "The trial with hypotheses of the search as candidates."
+        "The trial with the search's hypotheses as candidates."
         slot_scores = class_scores(self.slots, model.slots)
         gap_scores = class_scores(self.gaps, model.gaps)
         spelled = _best_spellings([h.text for h in hyps], interleave(slot_scores, gap_scores), lexicon)
@@ -210,7 +210,7 @@ def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(n) % n_folds
 
 def _sentence_folds(lists: Sequence[PhonemeList], n_folds: int, seed: int) -> np.ndarray:
-    "The fold of each trial [n]; trials with the same sentence are in one fold."
+    "The fold of each trial [n]; trials with equal sentences share a fold."
     number = {s: i for i, s in enumerate(dict.fromkeys(x.sentence for x in lists))}
     return _folds(len(number), n_folds, seed)[[number[x.sentence] for x in lists]]
 
@@ -322,9 +322,9 @@ def cross_validate_lists(
     lists: Sequence[PhonemeList], # Trials with true phonemes and sentences
     lexicon: Lexicon,             # The same as for `decode_lists`
     lm: NGram | Automaton,
-    n_folds: int = 10,            # Number of folds; trials with the same sentence are in one
+    n_folds: int = 10,            # Number of folds; trials with equal sentences share one
     seed: int = 1,                # Seed of the folds
-    llm: TextScores | None = None, # LLM that reranks the sentences; it should cache its scores, since folds share texts
+    llm: TextScores | None = None, # LLM that reranks the sentences; it should cache scores, since folds share texts
     **options,                    # Options of `fit_confusions`
 ) -> list[list[Hypothesis]]:      # Sentences of each trial, like `decode_lists`
     "Decode each trial with a model of the other folds. Raises the errors of `fit_confusions`."

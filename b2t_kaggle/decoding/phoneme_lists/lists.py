@@ -32,7 +32,7 @@ def parse_phonemes(text: str) -> tuple[int, ...]:
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c009
 class PhonemeList(NamedTuple):
-    "The most probable phoneme sequences of a trial by a model, and perhaps the true one."
+    "A model's most probable phoneme sequences of a trial, and optionally the true one."
     sequences: list[tuple[int, ...]] # Class ids; all different, the most probable first
     scores: np.ndarray               # Their natural-log probabilities [N]
     phonemes: tuple[int, ...] | None # The true sequence

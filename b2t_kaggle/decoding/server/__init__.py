@@ -55,8 +55,9 @@ def connect(
 def greet(
     redis, # Connection by `connect`
 ) -> str | None:
-    """The time of Redis as the id of an entry; `None` if it is not there. Raises `PermissionError` if it refuses us,
-    `RuntimeError` if another server is connected to the database, since both would answer every client."""
+    """The time of Redis as the id of an entry; `None` if it is not there. Raises `PermissionError`
+    if it refuses us, `RuntimeError` if another server uses the database, since both would answer
+    every client."""
     ours, errors = redis.connection_pool.connection_kwargs, _redis()
     address = f"{ours['host']}:{ours['port']}"
     try: clients, (s, us) = redis.client_list(), redis.time()
@@ -77,7 +78,7 @@ def check_redis(
     port: int = 6379,        # Port of Redis
     **connection,            # Further options of `connect`
 ) -> None:
-    "Raise the errors of `serve` at its start. A missing Redis is only logged."
+    "Raise the errors of `serve` at its start. An unreachable Redis is only logged."
     with connect(host, port, **connection) as redis: greet(redis)
 
 # %% ../../../nbs/decoding/server/01_server.ipynb #c009
@@ -93,7 +94,7 @@ def _oldest(entries: list) -> tuple[str, bytes, dict]:
     return stream, *first[stream]
 
 class RedisConnection:
-    "The last requests read from the streams of Redis, and the replies that Redis may not have yet."
+    "The last requests read from Redis, and the replies that may not have arrived there."
     def __init__(self, redis, online: OnlineDecoder, now: str):
         self.redis = redis
         self.online = online
@@ -103,7 +104,7 @@ class RedisConnection:
         self.sent: dict[str, str | bytes] = {} # Id of the last reply that Redis has confirmed, of each stream
 
     def step(self) -> None:
-        "Answer the next request, if there is one within a tenth of a second. After an error it may be called again."
+        "Answer the next request, if there is one within a tenth of a second. It may be called again after an error."
         if self.replies: self._skip_arrived()
         self._send()
         reading = self.redis.pipeline(transaction=False).xread(self.seen, count=1, block=100).exists(ARGS)
@@ -128,7 +129,7 @@ class RedisConnection:
             del self.replies[0]
 
     def _skip_arrived(self) -> None:
-        "Remove the reply that was being sent when the connection broke, if it has arrived."
+        "Remove the reply that was being sent when the connection broke, if it arrived."
         stream, _ = self.replies[0]
         last = max(entry_id(self.request), entry_id(self.sent.get(stream, '0-0')))
         newest = self.redis.xrevrange(stream, count=1)
@@ -149,7 +150,7 @@ def serve(
     "Answer the official Redis streams with a decoder, until `stop` or an interrupt. Raises the errors of `greet`."
     stop, redis = stop or threading.Event(), _redis()
     online = OnlineDecoder(decoder, rescorer)
-    _log.info('Preparing the search') # Compile it now, so that the first client does not wait
+    _log.info('Preparing the search') # Compile it before the first client comes
     trial = online.begin()
     trial.push({b'logits': bytes(3*4*len(PHONEMES))})
     trial.stream.finish()

@@ -53,7 +53,7 @@ class Settings:
     mixture_scale: float  # Weight of the acoustic score against the LLM's; a client's acoustic_scale sets both
     length_penalty: float = 0.0           # Subtracted from the LLM's score for each token
     top_candidates_to_augment: int = 20   # Number of candidates that exchange words to make more for the LLM
-    score_penalty_percent: float = 0.01   # Part by which such a candidate's score is worse than its parents' mean
+    score_penalty_percent: float = 0.01   # Part by which such a candidate's score is below its parents' mean
 
 @dataclass
 class Trial:
@@ -125,7 +125,7 @@ class OnlineDecoder:
         if stream == INPUT: return (self.trial or self.begin()).push(entry)
         trial = self.trial
         if stream == FINALIZE:
-            trial = trial or self.begin() # No logits have come
+            trial = trial or self.begin() # No logits came
             self.trial = None
             return trial.end(self.rescorer, context)
         if trial and trial.frames:
@@ -175,7 +175,7 @@ def read_logits(
     payload: bytes,               # float32, little-endian, [t, 41] in the language model's order
     max_frames: int = MAX_FRAMES, # Most frames accepted
 ) -> np.ndarray:                  # Log-probabilities in logit order [t, 41]
-    "Read the frames of one entry."
+    "The frames of one entry."
     if len(payload) % _ROW:
         raise ValueError(f'logits: found {len(payload)} bytes, expected a multiple of {_ROW}, '
                          f'{len(PHONEMES)} classes of float32 per frame')
@@ -207,7 +207,7 @@ def _fields(self: Trial, fields: dict, words: list[Word] | None) -> dict:
 
 @patch
 def push(self: Trial, entry: dict[bytes, bytes]) -> Replies:
-    "Continue the search with the logits of an entry; entries that cannot be used are left out."
+    "Search the logits of an entry; unusable entries are ignored."
     try:
         if b'logits' not in entry: raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
         log_probs = read_logits(entry[b'logits'], MAX_FRAMES - self.frames)
@@ -221,12 +221,12 @@ def push(self: Trial, entry: dict[bytes, bytes]) -> Replies:
 
 @patch
 def end(self: Trial, rescorer: Rescorer | None, context: str) -> Replies:
-    "The sentence of the trial by the n-gram, or by the LLM if its settings say so."
+    "The sentence of the trial by the n-gram, or by the LLM if the settings choose it."
     hyps = self.stream.finish()
     nbest = [(h, 0.0) for h in hyps]
     if self.settings.do_opt:
         try: nbest = rescorer(hyps, context, self.settings)
-        except Exception as e: # An LLM may fail in many ways, such as out of memory; the n-gram's answer is there
+        except Exception as e: # An LLM may fail in many ways, such as out of memory; use the n-gram's answer
             _log.exception('the LLM failed')
             self.error = self.error or f'the LLM failed, this is what the n-gram says; {e}'
     best = nbest[0][0] if nbest else None

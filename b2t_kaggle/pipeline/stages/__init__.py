@@ -19,17 +19,17 @@ from .stage import LISTS, PipelineError, Stage
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c005
 def _feeds(writer: Stage, reader: Stage) -> bool:
-    "Whether a reader of a stage's artefacts comes after it: always, unless it writes the same kind as well."
+    "Whether its readers come after it: always, unless a reader also writes the same kind."
     a, b = writer.writes, reader.writes
     return a.kind != b.kind or (a.place, writer.name) < (b.place, reader.name)
 
 def _feeding(stage: Stage, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
-    "Stages that write the inputs of a stage, in the order in which it lists its inputs."
+    "Stages that write the inputs of a stage, in the order of its inputs."
     return [s.name for kind in stage.reads_with(cfg) for s in stages.values()
             if s.writes.kind == kind and _feeds(s, stage)]
 
 def _in_order(names, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
-    "These stages and all stages that they need, each after its prerequisites."
+    "These stages and all stages that they need, in the order of execution."
     order: list[str] = []
     def visit(name: str) -> None:
         if name in order or name not in stages: return
@@ -73,7 +73,7 @@ def list_stage(cfg: Config, before: str | None = None) -> str:
             and (before is None or name in needs_of(before, cfg))][-1]
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c022
-PLUGIN_VARIABLE = 'B2T_PLUGIN' # The plugin that this process and its child processes execute
+PLUGIN_VARIABLE = 'B2T_PLUGIN' # The plugin of this process and its child processes
 
 def use_plugin(path: str | Path) -> Path:
     "Execute a plugin, and add its stages; returns its absolute path. Raises `ConfigError`."

@@ -16,7 +16,7 @@ from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stag
 
 # %% ../../../nbs/pipeline/stages/10_generate.ipynb #c005
 def _answers(run, progress) -> Iterator[tuple]:
-    "Splits, and written sentences by trial, as long as there is time; each model is loaded once."
+    "Splits, and sentences written by trial, until time runs out; each model is loaded once."
     from b2t_kaggle.pytorch.audio.llm.inference import infer_sentences
     from b2t_kaggle.training.budget import in_time
     models: dict = {}

@@ -19,7 +19,7 @@ from ...training.checkpoint_paths import checkpoint_files
 SPLIT_VARIABLE = 'B2T_SPLIT' # The only split to infer, unless the other one is done
 
 def _infer_splits(run, progress, stores) -> dict:
-    "Log-probabilities of test, and of val if there is time; results of an earlier execution are reused."
+    "Log-probabilities of test, and of val if time allows; results of an earlier execution are reused."
     cfg = run.cfg
     if cfg.infer.adapt:
         from b2t_kaggle.pipeline.decoder import open_decoder

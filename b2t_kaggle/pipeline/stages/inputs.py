@@ -35,7 +35,7 @@ def session_files(folder: Path) -> list[Path]:
 def llm_files(llm: LLMConfig) -> list[Path]:
     "Existing files of an LLM and its adapter; a name on a hub has none."
     if llm.llm:
-        with suppress(LanguageModelError): # `check_llm` raises it; a run from elsewhere can be looked at all the same
+        with suppress(LanguageModelError): # `check_llm` raises it; runs from elsewhere can still be looked at
             return find_llm(llm.llm, llm.llm_adapter).files()
     return [f for path in (llm.llm, llm.llm_adapter) if path for f in files_of(Path(path))]
 

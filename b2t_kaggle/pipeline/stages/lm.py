@@ -18,7 +18,7 @@ from .stage import LANGUAGE_MODEL, SESSIONS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c005
 def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
-    "The n-gram model, written to `path`; the words to decode; and the mixture, if it is one with a general model."
+    "The n-gram model, written to `path`; the words to decode; and the mixture, if a general model is mixed in."
     from b2t_kaggle.lm.automaton import check_words, load_ngram
     from b2t_kaggle.lm.corpus import vocabulary
     from b2t_kaggle.lm.interpolate import mix_general
@@ -49,7 +49,7 @@ class LM(Stage):
     def inputs(self, cfg, runs):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
         from b2t_kaggle.data.t12 import text_files
-        with suppress(ValueError): # `check` names a folder without sessions
+        with suppress(ValueError): # `check` reports a folder without sessions
             return models | {'lm.texts': [f for p in cfg.lm.texts for f in (text_files(p) if p.is_dir() else [p])]}
         return models
 

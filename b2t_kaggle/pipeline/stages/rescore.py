@@ -14,7 +14,7 @@ from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c005
 def _score(run, nbest, scored, time_left) -> dict[str, dict]:
-    "Add lists with the LLM's scores to those by split and trial, until the time is up."
+    "Add lists with the LLM's scores, by split and trial, until time runs out."
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.pipeline.decoder import open_llm
     from b2t_kaggle.rescoring.mixture import augment_nbest, score_in_time, score_nbest
@@ -90,7 +90,7 @@ class Rescore(Stage):
         write_weights(run.dir/'rescore_weights.json', weights)
         if not is_kept: rescored = nbest
         files = [run.dir/'rescore_weights.json', *write_all_lists(run, self.name, rescored)]
-        decoder = open_decoder(run, fusion=None) # For the times of words alone
+        decoder = open_decoder(run, fusion=None) # Only for the times of words
         decoders = {split: [decoder]*len(lists) for split, lists in rescored.items()}
         confidences, calibration = write_words(run, self.name, rescored, decoders, references)
         files += confidences

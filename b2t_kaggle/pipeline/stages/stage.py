@@ -40,11 +40,11 @@ class Result:
     outputs: list[Path]   # Files that it wrote
     metrics: dict[str, Any] = field(default_factory=dict) # Figures for the report and the closing table
     finished: bool = True # False if it stopped early, so that the next run continues it
-    details: dict[str, Any] = field(default_factory=dict) # Values that its notebook shows
+    details: dict[str, Any] = field(default_factory=dict) # Values for its notebook to show
 
 # %% ../../../nbs/pipeline/stages/00_stage.ipynb #c008
 class Stage:
-    "One step of a run. A stage overrides these defaults where it differs; `cfg` is the run's configuration."
+    "One step of a run. A stage overrides these defaults as needed; `cfg` is the run's configuration."
     does: str                    # One line for help and tables
     config: tuple[str, ...] = () # Groups (`model`) or keys (`data.dtype`) that change its result
     reads: tuple[str, ...] = ()  # Kinds of artefacts
@@ -55,7 +55,7 @@ class Stage:
     compiles: bool = False       # Whether it begins with compiling the search
     uses_plugin: bool = False    # Whether the code of a plugin changes its result
     uses_llm: bool = False       # Whether it runs a large language model, which takes time
-    reserve_minutes: float = 0   # Minutes of a time limit that are left to the stages after it
+    reserve_minutes: float = 0   # Minutes of a time limit that are reserved for later stages
     llm_reserve_minutes: float = 0 # Further minutes if one of those runs an LLM
     keep: str = ''               # Key of the option that decides whether its changes to sentences are kept
     curves: str = ''             # Caption of the curves in its folder's `history.csv`
@@ -78,24 +78,24 @@ class Stage:
         return None
 
     def inputs(self, cfg: Config, runs: Path) -> dict[str, list[Path]]:
-        """Files from outside the run by the key that names them; an empty key identifies a file by its own folder.
+        """External files by the key that names them; an empty key identifies a file by its own folder.
 
-        `runs` is the folder of the runs, of which others may be named."""
+        `runs` is the folder with the other runs, which may be named."""
         return {}
 
     def check(self, cfg: Config, kind: str) -> None:
-        "Raise before anything is computed if the stage could not begin on this kind of accelerator."
+        "Raise an error early if the stage could not begin on this kind of accelerator."
 
     def advice(self, cfg: Config) -> list[str]:
         "Warnings to print before a run."
         return []
 
     def extent(self, run: 'Run') -> str:
-        "Finished part of an interrupted execution, for a table; empty if unknown."
+        "Progress of an interrupted execution, for a table; empty if unknown."
         return ''
 
     def run(self, run: 'Run', progress: 'StageRun') -> Result:
-        "Compute, and write files. `progress` has the time and the trials that are left."
+        "Compute, and write files. `progress` has the remaining time and trials."
         raise NotImplementedError
 
     def judge(self,
@@ -104,9 +104,9 @@ class Stage:
         before: Sequence[str],     # Texts that the run had
         after: Sequence[str],      # Texts that the stage made
     ) -> tuple[bool, dict[str, Any]]:
-        """Decide by the key `keep` whether the new texts are kept; returns that and the figures of the gain.
+        """Decide by the key `keep` whether the new texts are kept; also returns the measured gain.
 
-        Nine trials that all got worse are kept only on demand (`metrics.bootstrap`)."""
+        If nine trials all got worse, they are kept only on demand (`metrics.bootstrap`)."""
         from b2t_kaggle.metrics.bootstrap import gain_figures, measure_gain
         group, name = self.keep.split('.')
         keep = getattr(getattr(cfg, group), name)
@@ -117,5 +117,5 @@ class Stage:
         return is_kept, dict(WER=gain.after if is_kept else gain.before) | gain_figures(gain, is_kept)
 
     def remains(self, run: 'Run') -> str:
-        "Progress that a failed or interrupted execution leaves for the next one, as a clause; empty without any."
+        "Progress that a failed or interrupted execution left, as a clause; empty without any."
         return ''
