@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['serve']
 
-# %% ../../nbs/cli/20_serve.ipynb #c
+# %% ../../nbs/cli/20_serve.ipynb #c002
 import logging
 import os
 
@@ -22,7 +22,7 @@ from ..pipeline.stamps import StageRun
 from ..rescoring.mixture import configured_weights, read_weights
 from ..rescoring.online import LLMRescorer, llm_scorer
 
-# %% ../../nbs/cli/20_serve.ipynb #c
+# %% ../../nbs/cli/20_serve.ipynb #c004
 def _tell_search(run: Run, options) -> None:
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
@@ -51,7 +51,7 @@ def _llm(run: Run, decoder):
     return LLMRescorer(scorer, decoder, weights, n_augment=c.swaps,
                        temperature=calibration.temperature if calibration else 1.0)
 
-# %% ../../nbs/cli/20_serve.ipynb #c
+# %% ../../nbs/cli/20_serve.ipynb #c006
 @stage_command('serve')
 @click.option('--host', '--redis-ip', 'host', default='127.0.0.1', show_default=True, help='Host of Redis.')
 @click.option('--port', '--redis-port', 'port', default=6379, show_default=True, help='Port of Redis.')

@@ -6,7 +6,7 @@
 __all__ = ['NGramScorer', 'Phrases', 'NGramView', 'AutomatonScorer', 'score_word', 'may_gain', 'expect_word', 'ScoreCache',
            'KenLMScorer', 'BoostedScorer']
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c003
 from copy import copy
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, empty_table, fi
 from ..lm.boost import most_gains
 from ..lm.ngram import LN10, NGram
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c005
 _PAIR = np.dtype([('ngram', np.int32), ('phrase', np.int32)]) # Two states
 _PAIRS = 1 << 30 # State number of the first pair
 
@@ -47,7 +47,7 @@ class NGramView(NamedTuple):
     lazy: bool           # Whether a missing arc is a query to KenLM
     phrases: Phrases = _NO_PHRASES # Phrases of a boost
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c007
 class AutomatonScorer:
     "An automaton as a search queries it."
     most_bonus = 0.0 # Most that boosts add to a word's score
@@ -89,7 +89,7 @@ class AutomatonScorer:
         scorer.arrays = self.arrays._replace(first=np.concatenate([first, added]))
         return scorer
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c010
 @_inlined
 def _ngram_score(ngram, state, word):
     "The n-gram's log10 probability of a word, and its next state."
@@ -99,7 +99,7 @@ def _ngram_score(ngram, state, word):
     if ngram.arcs[i].key < 0: return np.float32(0), np.int32(-1)
     return ngram.arcs[i].log_prob, ngram.arcs[i].next
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c014
 @_jit
 def _pair(phrases, ngram_state, phrase_state):
     "State number of a pair, perhaps a new one; -1 if the table is full."
@@ -115,7 +115,7 @@ def _pair(phrases, ngram_state, phrase_state):
     arc.next = _PAIRS + n
     return arc.next
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c016
 @_jit
 def _within_phrase(ngram, pair, word):
     phrases = ngram.phrases
@@ -167,7 +167,7 @@ def _text_scores(words, starts, ngram, begin):
         scores[i] += score_word(ngram, state, unknown + 1)[0]
     return scores
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c021
 @_jit
 def _remember(arcs, n_filled, keys, log_probs, states):
     "Put answers into the table; returns the number of its answers, or -1 if they would not fit."
@@ -183,7 +183,7 @@ _NO_FIRST = np.zeros(0, FIRST) # A table has arcs only
 _NO_STATES = np.zeros(0, STATE)
 _TABLE_SIZE = 1 << 17          # At the beginning
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c022
 class ScoreCache:
     "Answers of a language model so far, in a table for compiled code."
     def __init__(self, n_words: int):
@@ -209,7 +209,7 @@ class ScoreCache:
             self.n_filled = _remember(self.arcs, 0, *columns)
         self.n_filled = n_filled
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c024
 class KenLMScorer(ScoreCache):
     "A KenLM model as a search queries it, with a table of its answers so far."
     MAX_STATES = 1_000_000 # About 200 MB; then the table is emptied
@@ -249,7 +249,7 @@ class KenLMScorer(ScoreCache):
             if states[-1] == len(self.states): self.states.append(after)
         self._store(keys, np.array(log_probs, np.float32), np.array(states, np.int32))
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c
+# %% ../../nbs/decoding/01_scorers.ipynb #c030
 class BoostedScorer:
     "An n-gram and boosted phrases as a search queries them."
     def __init__(self, ngram: AutomatonScorer | KenLMScorer, phrases: Arrays, room: int = 1 << 12):

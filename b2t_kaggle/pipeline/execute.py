@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Interrupted', 'kernel_manager', 'execute', 'check_stages', 'run_stages']
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c003
 import os
 import signal
 import socket
@@ -31,7 +31,7 @@ from ..training.budget import time_limit
 if TYPE_CHECKING:
     from jupyter_client import AsyncKernelManager
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c006
 class Interrupted(Ended):
     "A run that was asked to stop; the message says in which stage, and what was saved."
 
@@ -65,7 +65,7 @@ def _forwarded_interrupt(manager: Any) -> Iterator[tuple[dict, list]]:
 
     with handled(forward): yield dict(kernel_manager_class=Kernel, on_cell_start=stop), received
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c010
 def kernel_manager() -> type['AsyncKernelManager']:
     "Jupyter's manager of kernels in this Python, which end with this process."
     from jupyter_client.connect import port_names
@@ -93,7 +93,7 @@ def kernel_manager() -> type['AsyncKernelManager']:
 
     return OwnKernelManager
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c018
 def _set_variables() -> None:
     "Set environment variables for the processes of all stages, unless they are set."
     set_home_variables()
@@ -154,7 +154,7 @@ def execute(run: Run, name: str) -> None:
     saved = saved or 'what it had not finished begins again'
     raise Interrupted(number, f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c022
 def _run_if_stale(stage: StageRun, forced: bool) -> str:
     """Execute a stage unless it is done or forced; returns its earlier status. If it fails and one
     of its input files changed, the error says so."""
@@ -177,7 +177,7 @@ def _run_if_stale(stage: StageRun, forced: bool) -> str:
         run.save() # The kernel knows the values, but not the origin of the run
     return status
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c024
 def _row(stage: StageRun, status: str) -> dict:
     if status == 'not needed': return dict(stage=stage.name, state=status, seconds=0, metrics='')
     stamp = stage.stamp
@@ -186,7 +186,7 @@ def _row(stage: StageRun, status: str) -> dict:
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c027
 def _run_lock(run: Run) -> Lock:
     lock = Lock(run.dir/'stages'/'run.lock', f'the run {run.dir}')
     lock.path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def _run_lock(run: Run) -> Lock:
                             '--name') from None
     return lock
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c030
 def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection[str] = ()) -> set[str]:
     "Stages that have to run; shared ones only if a stage that reads them runs."
     pending = set()
@@ -232,7 +232,7 @@ def check_stages(
     for name in names: run.marks(name) # Files that the configuration names
     return pending
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c
+# %% ../../nbs/pipeline/10_execute.ipynb #c033
 def run_stages(run: Run, until: str | None = None, force: Iterable[str] = ()) -> list[dict]:
     """Execute the stages that are not done, in order; returns a row for each: stage, state, seconds, metrics.
 
