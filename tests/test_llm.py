@@ -219,15 +219,15 @@ def test_the_arguments_of_8_and_4_bits(monkeypatch, tmp_path):
     monkeypatch.setattr(llm, 'find_spec', lambda package: True)
     monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', from_pretrained)
     for dtype, expected in (('auto', torch.float32), ('bfloat16', torch.bfloat16)):
-        assert load_lm(folder, dtype=dtype, eight_bit=True, device='cpu')[0] is model
+        assert load_lm(folder, dtype=dtype, quantization='eight_bit', device='cpu')[0] is model
         assert asked['quantization_config'].load_in_8bit and asked['device_map'] == {'': 'cpu'}
         assert asked['dtype'] == expected
-    load_lm(folder, dtype='float16', four_bit=True, device='cpu')
+    load_lm(folder, dtype='float16', quantization='four_bit', device='cpu')
     config = asked['quantization_config']
     assert config.load_in_4bit and not config.load_in_8bit and config.bnb_4bit_compute_dtype == torch.float16
     assert config.bnb_4bit_quant_type == 'nf4' and asked['device_map'] == {'': 'cpu'}
     with pytest.raises(LanguageModelError, match='expected auto, float32'):
-        load_lm(folder, dtype='int8', eight_bit=True, device='cpu')
+        load_lm(folder, dtype='int8', quantization='eight_bit', device='cpu')
 
 
 @pytest.mark.parametrize('option', ['eight_bit', 'four_bit'])
@@ -235,7 +235,7 @@ def test_the_arguments_of_8_and_4_bits(monkeypatch, tmp_path):
 def test_a_package_that_fewer_bits_need_is_named(monkeypatch, tmp_path, missing, option):
     monkeypatch.setattr(llm, 'find_spec', lambda package: None if package == missing else package)
     message = f'{option} needs the package {missing}, which is not installed; pip install {missing}'
-    with pytest.raises(LanguageModelError, match=message): load_lm(tmp_path, **{option: True})
+    with pytest.raises(LanguageModelError, match=message): load_lm(tmp_path, quantization=option)
 
 
 @pytest.mark.parametrize('error, message', [

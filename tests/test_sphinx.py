@@ -148,7 +148,7 @@ def test_the_installed_package_and_its_licence(tmp_path):
     licence = tmp_path/'pocketsphinx-5.1.1.dist-info'/'licenses'/'LICENSE'
     licence.parent.mkdir(parents=True)
     licence.write_text('Copyright')
-    import_sphinx(tmp_path/'pocketsphinx', tmp_path/'x.arpa')
+    import_sphinx(model, tmp_path/'x.arpa')
     assert (tmp_path/'x.arpa.LICENSE').read_text() == 'Copyright'
 
 

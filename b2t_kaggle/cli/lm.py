@@ -7,7 +7,6 @@ __all__ = ['build', 'clean', 'import_model', 'interpolate', 'prune', 'report', '
 
 # %% ../../nbs/cli/05_lm.ipynb #c002
 from collections import Counter
-from pathlib import Path
 
 import click
 import pandas as pd
@@ -21,7 +20,6 @@ from b2t_kaggle.cli.options import (
     numbers,
     output_option,
     refuse_options,
-    share,
     stage_command,
 )
 from .run import run_until, stage_help
@@ -51,7 +49,7 @@ def _sentences_left_out(counts: Counter) -> str:
 @click.option('--order', default=3, show_default=True, help='Order n of the model, as in lm.order.')
 @click.option('--prune', default='0', show_default=True, callback=numbers(int, '0,0,1'),
               help='Largest count of n-grams to leave out, per order, such as 0,0,1.')
-@click.option('--threshold', default=0., callback=share,
+@click.option('--threshold', default=0., type=click.FloatRange(0.),
               help='Drop n-grams whose removal raises the perplexity by less than this fraction, such as 1e-8.')
 @click.option('--vocab', type=FILE, help='Keep only these words: one per line, or a pronunciation dictionary.')
 @click.option('--clean/--sentences', default=True, show_default=True,
@@ -87,14 +85,14 @@ def clean(texts, output, numbers, vocab):
 
 # %% ../../nbs/cli/05_lm.ipynb #c012
 @click.command('import')
-@click.argument('source', type=click.Path(exists=True, path_type=Path))
+@click.argument('source', type=FILE)
 @_output
 def import_model(source, output):
     """Convert CMU Sphinx's language model to an ARPA file.
 
-    It is a trigram of general English with 72,500 words. SOURCE is the model's file (en-us.lm.bin), the wheel of
-    pocketsphinx that holds it (29 MB, `pip download pocketsphinx --no-deps`), or the folder of the installed package. A
-    run needs no import: lm.general takes SOURCE as it is."""
+    It is a trigram of general English with 72,500 words. SOURCE is the model's file (en-us.lm.bin), or the wheel of
+    pocketsphinx that holds it (29 MB, `pip download pocketsphinx --no-deps`). A run needs no import: lm.general takes
+    SOURCE as it is."""
     import_sphinx(source, output)
     click.echo(f'{model_report([output]).to_string()}\nWrote {output}')
 
@@ -112,7 +110,7 @@ def interpolate(models, output, dev, weights):
 @click.command()
 @click.argument('model', type=FILE)
 @_output
-@click.option('--threshold', required=True, type=float, callback=share,
+@click.option('--threshold', required=True, type=click.FloatRange(0.),
               help='Drop n-grams whose removal raises the perplexity by less than this fraction, such as 1e-8; 0 only '
                    'repairs a model for KenLM.')
 def prune(model, output, threshold):
