@@ -247,30 +247,28 @@ def check_packages(
 def load_lm(
     name: str | Path,                 # Folder, GGUF file, adapter, or name on the hub: `facebook/opt-6.7b`
     dtype: str = 'auto',              # `float32`, `bfloat16`, `float16`; auto: float32 on a CPU, 16 bits on a GPU
-    eight_bit: bool = False,          # 8-bit weights; needs the packages bitsandbytes and accelerate
+    quantization: str | None = None,  # `eight_bit` or `four_bit` weights; need the packages bitsandbytes and accelerate
     adapter: str | Path | None = None,# Folder of a LoRA adapter, such as `finetune` saves
     device: str | None = None,        # Such as `cuda:1`; None: the GPU if there is one
     local_files_only: bool = False,   # Never ask the hub
-    four_bit: bool = False,           # 4-bit weights, as QLoRA trains with; needs the same packages
     weights: bool = True,             # False reads only names and shapes, to check a model in seconds
 ) -> tuple[torch.nn.Module, object]:  # Model, in evaluation mode, and tokenizer
     "A causal language model. Raises `LanguageModelError` if the model, the adapter, a package or memory is missing."
-    if eight_bit and four_bit: raise LanguageModelError('eight_bit and four_bit: found both, expected at most one')
-    option = 'eight_bit' if eight_bit else 'four_bit' if four_bit else None
-    check_packages(option)
+    check_packages(quantization)
     source = find_llm(name, adapter)
     if source.adapters: require_package('peft', 'an adapter')
-    if option and source.adapters[1:]:
-        raise LanguageModelError(f'{name}: has {len(source.adapters)} adapters, expected at most one with {option}')
+    if quantization and source.adapters[1:]:
+        raise LanguageModelError(f'{name}: has {len(source.adapters)} adapters, expected one at most with '
+                                 f'{quantization}')
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     weights_dtype = torch_dtype(dtype, device)
-    try: model, tokenizer = _read(source, weights_dtype, option, device, local_files_only, weights)
+    try: model, tokenizer = _read(source, weights_dtype, quantization, device, local_files_only, weights)
     except (LanguageModelError, WriteError): raise
     except Exception as e: # Many kinds, for files that are damaged
         model_name = ' with the adapter '.join(map(str, [source.base, *source.adapters]))
         advice = 'install that package, or a newer one' if isinstance(e, ImportError) else ADVICE
         raise LanguageModelError(f'{printable(model_name)}: not loaded ({reason_of(e)}); {advice}') from None
-    return (model.to(device) if weights and option is None else model).eval(), tokenizer
+    return (model.to(device) if weights and quantization is None else model).eval(), tokenizer
 
 def open_lm(
     cfg: LLMConfig,       # A group of the configuration that describes one
@@ -278,8 +276,7 @@ def open_lm(
 ) -> tuple[torch.nn.Module, object]: # Model, in evaluation mode, and tokenizer
     "The causal language model of a configuration, as `load_lm` loads it. Raises `LanguageModelError`."
     if cfg.llm is None: raise LanguageModelError(f'llm: found none; {ADVICE}')
-    return load_lm(cfg.llm, cfg.llm_dtype, adapter=cfg.llm_adapter, eight_bit=cfg.llm_quantization == 'eight_bit',
-                   four_bit=cfg.llm_quantization == 'four_bit', weights=weights)
+    return load_lm(cfg.llm, cfg.llm_dtype, cfg.llm_quantization, cfg.llm_adapter, weights=weights)
 
 # %% ../../nbs/lm/03_causal.ipynb #c029
 _STARTS: WeakKeyDictionary = WeakKeyDictionary() # Tokenizer -> tokens before every text, and the one after

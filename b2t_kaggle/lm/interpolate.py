@@ -19,7 +19,7 @@ from .automaton import Automaton, load_ngram
 from .backoff import BackoffModel, BackoffTable, from_arpa, renormalize, write_backoff
 from .corpus import read_sentences, vocabulary
 from .ngram import NGram, build_ngram, perplexity_report
-from .sphinx import import_sphinx, is_sphinx, model_file
+from .sphinx import import_sphinx, is_sphinx
 
 # %% ../../nbs/lm/14_interpolate.ipynb #c008
 def _word_probabilities(lm: Automaton | NGram, sentences: Iterable[str]) -> np.ndarray:
@@ -99,14 +99,13 @@ def interpolate_ngrams(
 
 # %% ../../nbs/lm/14_interpolate.ipynb #c022
 def general_arpa(
-    path: str | Path, # ARPA file (plain or .gz), en-us.lm.bin of CMU Sphinx, the wheel of pocketsphinx, or a folder
+    path: str | Path, # ARPA file (plain or .gz), en-us.lm.bin of CMU Sphinx, or the wheel of pocketsphinx
     folder: Path,     # Where to write an ARPA file of Sphinx's model
 ) -> Path:            # `path` itself if it is an ARPA file
     "The ARPA file of a general model; raises `SphinxError`, or `ArpaError` for a KenLM binary."
-    path = model_file(path)
     if is_kenlm_binary(path):
         raise ArpaError(f'{path}: a KenLM binary, expected an ARPA file or a model of CMU Sphinx')
-    if not is_sphinx(path): return path
+    if not is_sphinx(path): return Path(path)
     import_sphinx(path, folder/'general.arpa')
     return folder/'general.arpa'
 
