@@ -18,7 +18,7 @@ from b2t_kaggle.lm.automaton import Automaton, walk
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, start_tokens
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, to_class_ids
-from b2t_kaggle.rescoring.fusion import LLMFusion, _word_forms
+from b2t_kaggle.rescoring.fusion import LLMFusion, _TokenTree, _word_forms
 
 LEXICON = {'two': ['T UW'], 'too': ['T UW'], 'to': ['T UW', 'T AH'], 'tea': ['T IY'], 'eat': ['IY T'], 'i': ['AY'],
            'eye': ['AY'], "i'd": ['AY D'], 'a': ['AH']}

@@ -27,7 +27,7 @@ from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.interface import StepResult
 from b2t_kaggle.training.interface import Trainer as AnyTrainer
-from b2t_kaggle.training.memory import raise_if_oom
+from b2t_kaggle.training.loop import raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']

@@ -33,7 +33,7 @@ from b2t_kaggle.pytorch.augment import add_noise, time_mask
 from b2t_kaggle.pytorch.parallel import DDP, start
 from b2t_kaggle.pytorch.selftest import Finding, finish, relative, seconds_a_step, take, weights, within
 from b2t_kaggle.pytorch.trainer import Trainer
-from b2t_kaggle.training.memory import is_oom, step_memory
+from b2t_kaggle.training.loop import is_oom
 
 PRESET_NAMES = ['official', 'triple_gru', 'transformer', 'transformer-causal', 'zipformer-small', 'zipformer-streaming',
                 'mamba']
@@ -238,7 +238,10 @@ def memory(bench):
         t.train_step(micro_batches, days)
     finish(t)
     peak = torch.cuda.max_memory_allocated() - before
-    estimate = step_memory(cfg, t.n_parameters(), cfg.data.batch_size, longest)
+    m, frames = cfg.model, cfg.data.batch_size*cfg.model.n_frames(longest)
+    features = cfg.data.batch_size*longest*m.neural_dim
+    per_frame = 2*m.neural_dim*m.patch_size + 6*m.n_layers*m.n_units + 3*m.n_classes # Patches, gates, logits
+    estimate = 4*(4*t.n_parameters() + 5*features + frames*per_frame) # Weights, gradients, two moments
     yield Finding('official, 64 trials', peak/2**30, 'GiB', peak <= 1.25*estimate, f'1.25 of {estimate/2**30:.2f} GiB')
 
 

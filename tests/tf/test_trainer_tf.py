@@ -26,7 +26,7 @@ from b2t_kaggle.tensorflow.trainer import Trainer, train
 from b2t_kaggle.training.checkpoint_paths import BEST, LAST
 from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
-from b2t_kaggle.training.memory import raise_if_oom
+from b2t_kaggle.training.loop import raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
 
 NOTHING_RANDOM = {'white_noise_std': 0, 'constant_offset_std': 0, 'random_cut': 0, 'rnn_dropout': 0, 'input_dropout': 0,

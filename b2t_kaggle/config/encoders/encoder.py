@@ -85,10 +85,6 @@ class EncoderConfig(Section):
         "Bins from one answer of a stream to the next: one frame, unless frames come in chunks."
         return self.frame_stride()
 
-    def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated numbers kept for the backward pass: features before and after augmentation, and logits."
-        return batch_size * (6 * n_bins * self.neural_dim + 3 * self.n_frames(n_bins) * self.n_classes)
-
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c009
 def _package(framework: str) -> str: return f'b2t_kaggle.{framework}.models'
 

@@ -39,13 +39,6 @@ class PatchedConfig(EncoderConfig):
 
     def frame_stride(self) -> int: return self.patch_stride if self.patch_size else 1
 
-    def _kept_floats(self, batch_size: int, n_bins: int, n_units: int, patch_copies: int) -> float:
-        "Activations of features, patches, logits, and the gates of `n_units` GRU units, summed over layers."
-        frames = self.n_frames(n_bins) * batch_size
-        features = n_bins * batch_size * self.neural_dim
-        patches = frames * self.neural_dim * max(self.patch_size, 1)
-        return 5 * features + patch_copies * patches + frames * (6 * n_units + 3 * self.n_classes)
-
 # %% ../../../nbs/config/encoders/01_gru.ipynb #c009
 class RecurrentConfig(PatchedConfig):
     "Fields of encoders whose layers are GRUs."
@@ -68,8 +61,3 @@ class GRUConfig(RecurrentConfig):
     def no_official_form(self) -> str:
         if self.participants: return 'model.participants is set'
         return 'model.bidirectional is true' if self.bidirectional else ''
-
-    def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated number of values that a training step keeps for its backward pass."
-        n_directions = 1 + self.bidirectional
-        return self._kept_floats(batch_size, n_bins, n_directions * self.n_layers * self.n_units, patch_copies=2)

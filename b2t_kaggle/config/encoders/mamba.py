@@ -64,10 +64,3 @@ class MambaConfig(PatchedConfig):
         if self.dt_min > self.dt_max:
             raise ValueError(f'model.dt_min = {self.dt_min} must not exceed model.dt_max = {self.dt_max}')
         return self
-
-    def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated numbers kept for the backward pass: copies of each layer's channels, and the chunks' matrices."
-        channels = 16 * self.n_channels + 8 * self.state_size + 3 * self.n_heads * self.chunk_size
-        per_frame = self.n_layers * (self.n_directions * channels + 4 * self.n_units) + 3 * (self.projection_units or 0)
-        frames = self.n_frames(n_bins) * batch_size
-        return self._kept_floats(batch_size, n_bins, 0, patch_copies=2) + frames * per_frame

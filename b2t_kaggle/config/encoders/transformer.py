@@ -79,12 +79,3 @@ class TransformerConfig(EncoderConfig):
         "The bucket of each distance from −`max_distance` to `max_distance`, int64 `[2·max_distance + 1]`."
         distances = np.arange(-self.max_distance, self.max_distance + 1)
         return position_buckets(distances, self.position_buckets, self.max_distance, self.causal)
-
-    def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated number of values that a training step keeps for its backward pass."
-        T = self.n_frames(n_bins)
-        attention = 4 * self.n_heads * self.head_dim + 3 * self.n_heads * T
-        feedforward = 4 * self.feedforward_factor * self.n_units
-        layer = 6 * self.n_units + attention + feedforward
-        features = n_bins * self.neural_dim * (7 if self.day_layer else 4)
-        return batch_size * (features + T * (self.n_layers * layer + 3 * self.n_units + 3 * self.n_classes))

@@ -30,9 +30,3 @@ class TripleGRUConfig(RecurrentConfig):
         "λ of a training step (Ganin et al., 2016)."
         if self.adversarial_schedule == 'constant': return self.grl_lambda
         return self.grl_lambda * math.tanh(5 * step / n_steps) # 2 / (1 + exp(−10 p)) − 1 is tanh(5 p)
-
-    def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated numbers kept for the backward pass; noise, denoised input and their gradients also have patch size."
-        noise_units = self.noise_units or self.neural_dim * max(self.patch_size, 1)
-        n_units = 2 * noise_units + (self.n_layers + 2) * self.n_units # noise model and adversary have two layers each
-        return self._kept_floats(batch_size, n_bins, n_units, patch_copies=6)
