@@ -86,8 +86,6 @@ class LLMTrial:
         self.parent = {0: 0}            # Parent of each history
         self.tokens = {0: tuple(start)} # Tokens of each history's last word as it is written
         self.rows: dict[int, list[int]] = {} # Indices of these tokens in the tree, for tokens that the model has read
-        self.n_run = 0                  # Number of tokens that the model has read in this trial
-        self.n_passes = 0               # Number of forward passes in this trial
 
     @torch.inference_mode()
     def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -232,11 +230,6 @@ class _TokenTree:
         for layer in self.cache.layers: layer.keys, layer.values = layer.keys[:, :, places], layer.values[:, :, places]
         return number
 
-    @property
-    def n_bytes(self) -> int:
-        "Memory of keys and values, in bytes."
-        return sum(x.numel()*x.element_size() for layer in self.cache.layers for x in (layer.keys, layer.values))
-
     def _grow(self, parents: Sequence[int]) -> None:
         n = len(self.depth)
         self.depth = np.append(self.depth, np.zeros(len(parents), np.int64))
@@ -279,10 +272,7 @@ def _batch(self: LLMTrial, histories: Iterable[int] = ()) -> _Batch:
     return batch
 
 @patch
-def _run(self: LLMTrial, batch: _Batch) -> None:
-    self.n_run += len(batch.tokens)
-    self.n_passes += len(batch.tokens) > 0
-    self.tree.append(batch.tokens, batch.parents)
+def _run(self: LLMTrial, batch: _Batch) -> None: self.tree.append(batch.tokens, batch.parents)
 
 @patch
 def _add(self: LLMTrial, h: int, batch: _Batch) -> None:

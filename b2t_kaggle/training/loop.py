@@ -159,7 +159,7 @@ def _record(self: Loop, means: list[dict[str, float]], validation: dict | None, 
                          validation if is_last else None, end_row=saves and is_last, is_scaled=result.is_scaled)
     if self.log: self.log(self.history.rows[n_rows:], (validation or {}).get('sessions', {}))
 
-# %% ../../nbs/training/10_loop.ipynb #x
+# %% ../../nbs/training/10_loop.ipynb #c026
 _ERROR_TYPES = {'MemoryError', 'OutOfMemoryError', 'ResourceExhaustedError'}
 _ERROR_TEXTS = ('resource_exhausted', "can't allocate memory", 'out of memory')
 
@@ -187,7 +187,7 @@ def raise_if_oom(
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     raise TrainingError(f'{part} not fit into the memory of {device}. {advice}; {first_line}') from error
 
-# %% ../../nbs/training/10_loop.ipynb #c026
+# %% ../../nbs/training/10_loop.ipynb #c029
 @patch
 def begin(self: Loop, continues: bool) -> None:
     "Look at the files of the run before its first step. Raises `WriteError` if the disk is full, or `TrainingError`."

@@ -9,7 +9,7 @@ GROUPS = (
         'guides/colab.ipynb', 'guides/explore.ipynb', 'guides/official_checkpoint.ipynb',
         'guides/which_encoder.ipynb', 'guides/a_week_on_kaggle.ipynb',
         'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
-        'guides/testing_an_accelerator.ipynb', 'guides/measured_on_hardware.ipynb', 'guides/memory_and_disk.ipynb',
+        'guides/measured_on_hardware.ipynb', 'guides/memory_and_disk.ipynb',
         'guides/more_than_one_machine.ipynb',
         'guides/own_language_model.ipynb', 'guides/a_language_model_that_helps.ipynb', 'guides/personal_words.ipynb',
         'guides/closed_vocabularies.ipynb', 'guides/streaming.ipynb', 'guides/one_trial.ipynb',

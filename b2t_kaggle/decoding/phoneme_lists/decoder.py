@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TextScores', 'RankingWeights', 'ConfusionModel', 'list_frames', 'expected_errors', 'decode_lists', 'random_trials',
-           'fit_confusions', 'cross_validate_lists', 'save_confusions', 'load_confusions', 'write_sentences']
+           'fit_confusions', 'save_confusions', 'load_confusions', 'write_sentences']
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c003
 import hashlib
@@ -317,25 +317,6 @@ def _held_out(trials: Sequence[CandidateTrial], fold: np.ndarray, model: Confusi
         decoder = _decoder(lexicon, lm, model.changed(change), _BEAM, nbest)
         for i, hyps in zip(of_fold, decoder.decode_all(frames, progress=False)): nbests[i] = hyps
     return nbests
-
-def cross_validate_lists(
-    lists: Sequence[PhonemeList], # Trials with true phonemes and sentences
-    lexicon: Lexicon,             # The same as for `decode_lists`
-    lm: NGram | Automaton,
-    n_folds: int = 10,            # Number of folds; trials with equal sentences share one
-    seed: int = 1,                # Seed of the folds
-    llm: TextScores | None = None, # LLM that reranks the sentences; it should cache scores, since folds share texts
-    **options,                    # Options of `fit_confusions`
-) -> list[list[Hypothesis]]:      # Sentences of each trial, like `decode_lists`
-    "Decode each trial with a model of the other folds. Raises the errors of `fit_confusions`."
-    fold = _sentence_folds(lists, n_folds, seed)
-    decoded: list[list[Hypothesis]] = [[] for _ in lists]
-    for f in range(n_folds):
-        model = fit_confusions([x for x, k in zip(lists, fold) if k != f], lexicon, lm, llm=llm, **options)
-        held_out = np.flatnonzero(fold == f).tolist()
-        nbests = decode_lists([lists[i] for i in held_out], lexicon, lm, model, llm=llm)
-        for i, hyps in zip(held_out, nbests): decoded[i] = hyps
-    return decoded
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c031
 _FORMAT = 'b2t confusions 1'

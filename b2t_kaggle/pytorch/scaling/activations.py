@@ -29,36 +29,23 @@ def swoosh_slope(x: Tensor, name: str) -> Tensor:
 
 # %% ../../../nbs/pytorch/scaling/02_activations.ipynb #c008
 class _Swoosh(torch.autograd.Function):
-    "Stores its input, or the slope of its softplus in 255 steps up to 1.005, a margin for rounding up."
     @staticmethod
-    def forward(ctx, x, name, eight_bits):
+    def forward(ctx, x, name):
         ctx.name = name
-        ctx.eight_bits = eight_bits
-        saved = x
-        if eight_bits:
-            steps = torch.sigmoid(x.float() - SHIFT[name]).mul_(255 / 1.005)
-            saved = steps.add_(torch.rand_like(steps)).to(torch.uint8)
-        ctx.save_for_backward(saved)
+        ctx.save_for_backward(x)
         return swoosh(x, name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        saved, = ctx.saved_tensors
-        if ctx.eight_bits: slope = saved.to(grad.dtype).mul_(1.005 / 255).sub_(SLOPE)
-        else: slope = swoosh_slope(saved, ctx.name)
-        return slope.mul_(grad), None, None
+        x, = ctx.saved_tensors
+        return swoosh_slope(x, ctx.name).mul_(grad), None
 
 class _SwooshModule(nn.Module):
-    def __init__(self, eight_bits: bool = False):
-        super().__init__()
-        self.eight_bits = eight_bits
-
     def forward(self, x: Tensor) -> Tensor:
         "The function's value, of the shape and type of `x`."
         name = type(self).__name__
-        if not x.requires_grad: return swoosh(x, name)
-        return _Swoosh.apply(x, name, self.eight_bits and self.training)
+        return _Swoosh.apply(x, name) if x.requires_grad else swoosh(x, name)
 
 class SwooshL(_SwooshModule): "ln(1 + e^(x − 4)) − 0.08 x − 0.035 (Yao et al., 2024)."
 class SwooshR(_SwooshModule): "ln(1 + e^(x − 1)) − 0.08 x − 0.313261687 (Yao et al., 2024)."
