@@ -1,5 +1,6 @@
 """What was compiled once: what Numba compiled in a checkout, for other checkouts of the same sources, with which tests
 and documentation begin; and the programs that XLA compiled for TensorFlow, for later tests."""
+import fcntl
 import hashlib
 import itertools
 import os
@@ -44,12 +45,14 @@ def take_compiled():
     "Begin with what another checkout of the same sources compiled, and without what is of other sources."
     marker = compiled_marker()
     BEGAN_WITH.add(marker)
-    if marker.exists(): return
     package = ROOT/'b2t_kaggle'
-    for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
-    for folder in snapshots(marker)[-1:]: shutil.copytree(folder, package, dirs_exist_ok=True)
     marker.parent.mkdir(exist_ok=True)
-    marker.touch()
+    with (marker.parent/'numba.lock').open('w') as lock: # `./kit test` begins two sessions at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if marker.exists(): return
+        for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
+        for folder in snapshots(marker)[-1:]: shutil.copytree(folder, package, dirs_exist_ok=True)
+        marker.touch()
 
 
 def keep_compiled():
