@@ -39,3 +39,7 @@ sys.addaudithook(_guard)
 # What tests start imports a framework and ends soon: Python looks for cycles less often (a seventh of the processor
 # time of the pipeline's tests)
 gc.set_threshold(50_000, 20, 50)
+
+# The checker of addresses that jsonschema takes where JupyterLab is installed: a second, in every process that reads a
+# notebook, to compile a grammar that none of them uses
+sys.modules['rfc3987_syntax'] = None
