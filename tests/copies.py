@@ -17,18 +17,27 @@ CONTEXT = multiprocessing.get_context('forkserver')
 TRAINER = ['b2t_kaggle.pytorch.trainer', 'torch._dynamo', 'campaign']
 
 
+FAULTS = str(Path(__file__).parent/'faults')
+PRELOADED: set[str] = set() # By the process that runs
+
+
 def start(preload: Sequence[str] = TRAINER) -> None:
-    "Start the process that the others are copies of, unless it runs already; it need not find all modules."
+    """Start the process that the others are copies of, unless it runs already and was to import all of this; it need
+    not find all modules. One that lacks some ends, since no copy is left when a test begins."""
+    if PRELOADED.issuperset(preload): return
+    if PRELOADED: forkserver._forkserver._stop()
+    PRELOADED.clear()
+    PRELOADED.update(preload)
     with pytest.MonkeyPatch.context() as m:
         for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): m.setenv(name, '1')
-        m.setenv('PYTHONPATH', os.pathsep.join(p for p in sys.path if p))
-        forkserver.set_forkserver_preload(list(preload))
+        m.setenv('PYTHONPATH', os.pathsep.join(p for p in [*sys.path, FAULTS] if p))
+        forkserver.set_forkserver_preload([*preload, 'preloaded'])
         forkserver.ensure_running()
 
 
 def call(function: Callable, *arguments) -> BaseProcess:
     "Call a function of a module in a copy, which ends with this process."
-    start()
+    if not PRELOADED: start()
     process = CONTEXT.Process(target=function, args=arguments, daemon=True)
     process.start()
     return process

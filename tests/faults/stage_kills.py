@@ -64,6 +64,7 @@ def be_killed(room: Path, at: int, halfway: bool) -> Callable[[], int]:
     """Kill this process before write number `at` in the folder, from 0, or in the middle of what is written then.
     Returns a function that gives the number of writes so far."""
     os.environ['TMPDIR'] = str(room/'temporary')
+    sys.dont_write_bytecode = True  # Python would leave a part of a module beside its source, and never notice
     with open(os.devnull, 'w') as null:
         for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which may not grow
     n = 0

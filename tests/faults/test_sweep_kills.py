@@ -49,7 +49,7 @@ def table(folder: Path) -> str:
 
 @pytest.mark.parametrize('kind', ['database', 'journal'])
 def test_a_sweep_that_is_killed_at_a_write_has_the_same_table(kind, tmp_path, request):
-    start([*TRAINER, 'b2t_kaggle.pipeline.sweep', 'optuna'])
+    start([*TRAINER, 'stage_kills', 'test_sweep', 'optuna', 'sqlalchemy.dialects.sqlite', 'alembic.command'])
     def study(folder): return str(folder/'journal') if kind == 'journal' else None
     whole = tmp_path/'whole'
     whole.mkdir()
