@@ -720,7 +720,8 @@ def louder(features): return 1.2*features
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
 def test_a_term_and_an_augmentation_of_ones_own(stores, tmp_path, precision):
     "Both have an effect, the term has its curves, in two views too, and a run continues only with the same functions."
-    few = dict(num_training_batches=4, batches_per_val_step=2, batches_per_save=2, precision=precision, cr_ctc=.2)
+    few = dict(num_training_batches=4, batches_per_val_step=2, batches_per_save=2, precision=precision, cr_ctc=.2,
+               processes=1)
     runs = dict(plain={}, term=dict(loss=change), both=dict(loss=change, augment=louder))
     for name, own in runs.items(): train_any(*stores, config(**few), tmp_path/name, progress=False, **own)
     plain, term, both = (read_history(tmp_path/name/'history.csv').iloc[-1] for name in runs)
