@@ -117,7 +117,7 @@ VALUES = {
     'llm': ['--llm llm'],
     'llm_adapter': ['--llm-adapter sessions'],
     'dtype': ['--dtype bfloat16'],
-    'classes': ['--classes sil-first'],
+    'classes': ['--classes sil-first', '--order blank-last'],
     'before': ['--before first'],
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
