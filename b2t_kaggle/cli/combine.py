@@ -246,9 +246,8 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str, optio
     if target in configs: raise click.ClickException(f'{target.parent} cannot be made of itself; give another --name')
     first = next(map(str, configs), None)
     config = options['config_'] or (None if target.exists() or options['preset_'] or options['from_'] else first)
-    if weights != 'equal': weights = f'[{weights}]'
-    given = {'infer.logits': files, 'infer.average': method, 'infer.weights': weights, 'infer.checkpoint': None,
-             'infer.adapt': None}
+    given = {'infer.logits': files, 'infer.average': method, 'infer.checkpoint': None, 'infer.adapt': None,
+             'infer.weights': weights if weights == 'equal' else f'[{weights}]'}
     return options | dict(config_=config, overrides=given | options['overrides'])
 
 @stage_command()
@@ -274,17 +273,15 @@ def ensemble(members, method, weights, force, **options):
 # %% ../../nbs/cli/04_combine.ipynb #c024
 @stage_command('import-logits')
 @click.argument('files', nargs=-1, required=True, type=click.Path(exists=True, path_type=Path), metavar='FILE...')
-@click.option('--classes', default='blank-sil-last', show_default=True,
+@click.option('--classes', '--order', 'classes', default='blank-sil-last', show_default=True,
               help=f'Order of the 41 classes: {", ".join(ORDERS)}, or all names in quotes.')
 def import_logits(files, classes, force, overrides, **options):
     """Decode log-probabilities of another program.
 
     They become a run; logits and probabilities are also read. FILE has val or test in its name. It is an .npz with
     an array [frames, 41] for each trial, in the order of the sessions, or with one padded array and its lengths; a
-    folder of .npy files; or the pickle of the organisers' decoder. The numbers of trials and
-    frames, sums and the class order are checked. Then `b2t run` on this run decodes them, with
-    --set lm.path=FILE by an n-gram of
-    your own."""
+    folder of .npy files; or the pickle of the organisers' decoder. Then `b2t run --name imported` decodes them, with
+    --set lm.path=FILE by an n-gram of your own."""
     splits: dict[str, Path] = {}
     for path in files:
         named = splits_in_name(path) - {'train'}
@@ -298,7 +295,6 @@ def import_logits(files, classes, force, overrides, **options):
     run = run_from_options(overrides=overrides, until='pack', force=force, **options)
     run.save()
     run_stages(run, 'pack', force)
-    (run.dir/'given').mkdir(exist_ok=True)
     for split, path in splits.items():
         trials = run.trials(split)
         labels = None if split == 'test' else [trials.class_ids(i) for i in range(len(trials))]

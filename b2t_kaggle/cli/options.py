@@ -171,26 +171,26 @@ _key_option = partial(click.option, cls=KeyOption)
 _computing = with_options(
     _key_option('--framework', key='train.framework', help='Train and infer by pytorch or tensorflow'),
     _key_option('--accelerator', key='train.accelerator', help='Device that trains and infers (see `b2t devices`)'),
+    _key_option('--num-batches', key='train.num_training_batches', help='Batches to train'),
     _key_option('--disable-mixed-precision', 'precision', key='train.precision', flag_value='float32',
                 help='Compute in float32 throughout'))
-_training = with_options(
-    _key_option('--batch-size', key='data.batch_size', help='Trials in a batch'),
-    _key_option('--num-batches', key='train.num_training_batches', help='Batches to train'))
+_batch_size = _key_option('--batch-size', key='data.batch_size', help='Trials in a batch')
+_training = with_options(_computing, _batch_size, _key_option(
+    '--model-path', 'first_weights', key='train.init_checkpoint_path', help='Checkpoint with the first weights'))
 _inference = _key_option(
     '--checkpoint', '--model-path', 'checkpoint', key='infer.checkpoint',
     help='Use this instead of training: our best.pt or best.weights.h5, or a folder of the official kit')
 _split = click.option('--split', '--eval-type', 'split', type=Choice(['val', 'test']),
-                      help='Infer this split alone; without test there is no submission.')
+                      help='Infer only this split, after training; without test there is no submission.')
 _options = {
-    'train': with_options(_computing, _training, _key_option(
-        '--model-path', 'first_weights', key='train.init_checkpoint_path', help='Checkpoint with the first weights')),
+    'train': with_options(_training, _split),
+    'sweep': _training,
     'infer': with_options(_computing, _inference, _split, _key_option(
         '--batch-size', 'eval_batch_size', key='data.eval_batch_size', help='Trials computed at once')),
-    'run': with_options(_computing, _training, _inference, _split, _key_option(
+    'run': with_options(_computing, _batch_size, _inference, _split, _key_option(
         '--llm', metavar='MODEL', key='rescore.llm', help='Language model that reranks the sentences: a folder of '
         'transformers, a GGUF file, the folder of an adapter, or a name on the hub')),
 }
-_options['sweep'] = _options['train']
 _serving = {'lm-path': 'lm.path', 'acoustic-scale': 'decode.acoustic_scale', 'blank-penalty': 'decode.blank_penalty',
             'ctc-blank-skip-threshold': 'decode.blank_skip', 'alpha': 'rescore.alpha',
             'top-candidates-to-augment': 'rescore.swaps'} # Of the official script

@@ -74,9 +74,9 @@ def run_from_options(
     raise click.UsageError(f'{option} would drop settings of {folder.name}: {_short(dropped)}; add --reset to drop '
                            f'them, or leave out {option} to keep them')
 
-def _short(values: dict, n: int = 6) -> str:
-    shown = [f'{k}={as_set(v)}' for k, v in list(values.items())[:n]]
-    return ', '.join(shown + ([f'and {len(values) - n} more'] if len(values) > n else []))
+def _short(values: dict) -> str:
+    shown = [f'{k}={as_set(v)}' for k, v in values.items()]
+    return ', '.join(shown[:6] + [f'and {len(shown) - 6} more']*(len(shown) > 6))
 
 # %% ../../nbs/cli/03_run.ipynb #c010
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
@@ -138,7 +138,7 @@ def _tell_gains(run: Run, names: list[str]) -> None:
 def run_until(
     stage: str | None, # Last stage; None for all
     force,             # Stages to run again
-    split: str | None = None, # Split to infer; no submission if it is val; None for both
+    split: str | None = None, # Split to infer; None for both
     **options,         # Options of `run_from_options`
 ) -> None:
     "Run the stages up to this one and print their results."
@@ -193,7 +193,8 @@ def stage_help(name: str) -> str:
 
 def stage_verb(name: str) -> click.Command:
     "The verb of a stage."
-    def verb(force, **options): run_until(name, force, **options)
+    def verb(force, **options):
+        run_until('infer' if name == 'train' and options['split'] else name, force, **options)
     return stage_command(name, help=stage_help(name))(verb)
 
 # %% ../../nbs/cli/03_run.ipynb #c025

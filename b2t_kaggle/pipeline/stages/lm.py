@@ -48,6 +48,8 @@ class LM(Stage):
 
     def inputs(self, cfg, runs):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
+        for key, (path,) in models.items():
+            if path.is_dir(): check_ngram(key, path) # Refuses it
         from b2t_kaggle.data.t12 import text_files
         with suppress(ValueError): # `check` reports a folder without sessions
             return models | {'lm.texts': [f for p in cfg.lm.texts for f in (text_files(p) if p.is_dir() else [p])]}
