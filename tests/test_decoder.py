@@ -14,13 +14,14 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import pytest
+from ctc_alignment import align
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kenlm_binary import kenlm_binary
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import DecodeConfig
-from b2t_kaggle.core.ctc import align, greedy
+from b2t_kaggle.core.ctc import greedy
 from b2t_kaggle.decoding.acoustic import acoustic_scores, pronunciations
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.scorers import AutomatonScorer

@@ -1,8 +1,6 @@
 """The adversarial denoiser against formulas made of PyTorch's own layers: values, gradients and their signs, costs,
 and its place in configuration and checkpoints."""
 
-import math
-
 import pytest
 import torch
 import torch._dynamo.testing
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
-from b2t_kaggle.config.encoders.triple_gru import TripleGRUConfig
 from b2t_kaggle.config.schema import ConfigError
 from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official, to_official_args, to_official_state
@@ -177,7 +174,7 @@ def ctc_of(labels, frames):
 def test_training_lowers_the_loss(precision, noise_units):
     torch.manual_seed(0)
     model = TripleGRUDecoder(
-        **SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1, noise_layers=2, schedule='ramp')
+        **SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1, noise_layers=2)
     ).train()
     x, day, n_bins = batch([30, 22, 26])
     labels = torch.tensor([[1, 2, 3], [2, 1, 4], [4, 3, 1]])
@@ -236,17 +233,6 @@ def test_parameters_at_the_official_sizes(noise_units):
     read_out = 769 * 41
     noise = gru_size(7168, 256, 2) + 257 * 7168 if noise_units else gru_size(7168, 7168, 2)
     assert count == dict(noise=noise, clean=gru_size(7168, 768, 3) + read_out, noisy=gru_size(7168, 768, 2) + read_out)
-
-
-def test_strength_over_the_run():
-    constant, ramped = (TripleGRUConfig().model_copy(update=dict(grl_lambda=.7, adversarial_schedule=kind))
-                        for kind in ('constant', 'ramp'))
-    assert [constant.strength(s, 10) for s in (0, 5, 10)] == [0.7] * 3
-    ramp = [ramped.strength(s, 40) for s in range(41)]
-    assert ramp == pytest.approx([0.7 * (2 / (1 + math.exp(-10 * s / 40)) - 1) for s in range(41)])
-    assert ramp[0] == 0 and ramp == sorted(ramp) and 0.699 < ramp[-1] < 0.7
-    model = TripleGRUDecoder(**SMALL | dict(grl_lambda=0.7, schedule='ramp'))
-    assert model.training_args(10, 40) == dict(mode='full', grl_lambda=ramp[10])
 
 
 def test_the_optimiser_finds_all_biases_by_name():

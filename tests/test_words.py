@@ -21,9 +21,8 @@ SHAPE = re.compile(r'\[(?!tf\])[^\[\]]*\]')
 SOURCES = {
     'b2t_kaggle.config.encoders.transformer.TransformerConfig': 'Feghhi et al. 2025',
     'b2t_kaggle.config.encoders.transformer.position_buckets': 'Raffel et al. 2020',
-    'b2t_kaggle.config.encoders.triple_gru.TripleGRUConfig.strength': 'Ganin et al. 2016',
     'b2t_kaggle.config.encoders.zipformer.ZipformerConfig': 'Yao et al. 2024',
-    'b2t_kaggle.core.ctc.align': 'Viterbi 1967',
+    'b2t_kaggle.decoding.acoustic.align': 'Viterbi 1967',
     'b2t_kaggle.core.ctc.collapse': 'Graves et al. 2006',
     'b2t_kaggle.core.ctc.greedy': 'Graves et al. 2006',
     'b2t_kaggle.decoding.acoustic.acoustic_scores': 'Graves et al. 2006',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Pronunciations', 'pronunciations', 'spellings_of_word', 'with_pronunciations', 'SpellingGraph', 'acoustic_scores',
-           'word_spans']
+           'word_spans', 'align']
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c003
 import itertools
@@ -16,6 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
 
+from ..core.ctc import check_log_probs
 from ..core.jit import borrowed
 from ..core.jit import inlined as _inlined
 from ..core.jit import jit as _jit
@@ -569,3 +570,14 @@ def word_spans(
     last = graph.sil + (prons.word_end < 0) # After a word's last node
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in zip(graph.sil, last[1:])]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)
+
+def align(
+    log_probs: np.ndarray, # Log-probabilities [T', K]
+    class_ids: Sequence[int] | np.ndarray, # Labels [S], without blanks
+) -> np.ndarray:           # First and last frame of each label [S, 2]
+    "Frames of labels on the best path (Viterbi, 1967), as of words of one class; `ValueError` for too few frames."
+    ids = np.asarray(class_ids).tolist()
+    prons = pronunciations([[(i,)] for i in ids], word_end=-1)
+    spans = word_spans(check_log_probs(log_probs), np.arange(len(ids)), prons)
+    if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {len(ids)} labels')
+    return spans

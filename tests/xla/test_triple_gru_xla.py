@@ -38,15 +38,15 @@ def read(logits, frames):
 
 
 def run(device, dtype=None, n=N_STEPS, **kw):
-    "Losses of some steps of training with the ramp of λ, and the model."
-    model = build(schedule='ramp', **kw).to(device).train()
+    "Losses of some steps of training with a λ that grows, and the model."
+    model = build(**kw).to(device).train()
     x, day, n_bins = (t.to(device) for t in data())
     frames = n_frames(n_bins, SIZE, STRIDE)
     losses = []
     opt = torch.optim.SGD(model.parameters(), lr=0.02)
     for step in range(n):
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is not None):
-            out = model(x, day, n_bins=n_bins, **model.training_args(step, n))
+            out = model(x, day, n_bins=n_bins, mode='full', grl_lambda=step/n)
         loss = model.training_losses(out, lambda logits: read(logits, frames), frames)['loss']
         loss.mean().backward()
         opt.step(); opt.zero_grad()

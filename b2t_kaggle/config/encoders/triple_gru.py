@@ -6,7 +6,6 @@
 __all__ = ['TripleGRUConfig']
 
 # %% ../../../nbs/config/encoders/02_triple_gru.ipynb #c003
-import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -22,11 +21,5 @@ class TripleGRUConfig(RecurrentConfig):
     noise_units: int | None = Field(256, ge=1)
     "Units per GRU layer of the noise model; null: the size of a patch, 7,168 for 14 bins of 512 features."
     grl_lambda: ClassVar[float] = 0.5 # λ, the factor of the adversary's reversed gradient
-    adversarial_schedule: ClassVar[str] = 'constant' # λ throughout the run, or growing from 0 (`ramp`)
     noisy_loss_weight: ClassVar[float] = 0.2 # Weight of the adversary's CTC loss
     noise_power_weight: ClassVar[float] = 0.001 # Weight of the mean square of the estimated noise
-
-    def strength(self, step: int, n_steps: int) -> float:
-        "λ of a training step (Ganin et al., 2016)."
-        if self.adversarial_schedule == 'constant': return self.grl_lambda
-        return self.grl_lambda * math.tanh(5 * step / n_steps) # 2 / (1 + exp(−10 p)) − 1 is tanh(5 p)

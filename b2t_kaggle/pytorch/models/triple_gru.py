@@ -133,14 +133,13 @@ class TripleGRUDecoder(Frontend):
         noisy_units: int | None = None, # Units per GRU layer of the adversary; None means `n_units`
         noisy_layers: int = 2,         # GRU layers of the adversary
         grl_lambda: float = 0.5,       # Strength λ of the gradient reversal
-        schedule: str = 'constant',    # Schedule of λ in training: `constant`, or `ramp` from 0
     ):
         sizes = dict(neural_dim=neural_dim, n_classes=n_classes)
         layers = dict(n_units=n_units, n_layers=n_layers, noise_units=noise_units)
         patches = dict(patch_size=patch_size, patch_stride=patch_stride)
         dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
-        reversal = dict(grl_lambda=grl_lambda, adversarial_schedule=schedule)
-        super().__init__(TripleGRUConfig(**sizes, **layers, **patches, **dropouts).model_copy(update=reversal), n_days)
+        cfg = TripleGRUConfig(**sizes, **layers, **patches, **dropouts)
+        super().__init__(cfg.model_copy(update=dict(grl_lambda=grl_lambda)), n_days)
         self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
         self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)
         self.noisy = NoisySpeechModel(self.frame_dim, noisy_units or n_units, n_classes, noisy_layers, rnn_dropout)
@@ -175,7 +174,7 @@ class TripleGRUDecoder(Frontend):
         return (out, (noise_states, clean_states)) if return_state else out
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        return dict(mode='full', grl_lambda=self.cfg.strength(step, n_steps))
+        return dict(mode='full', grl_lambda=self.cfg.grl_lambda)
 
     def training_losses(self, out: tuple[Tensor, Tensor, Tensor], ctc: Callable[[Tensor], Tensor],
                         frames: Tensor) -> dict[str, Tensor]:

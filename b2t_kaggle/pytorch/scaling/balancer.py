@@ -139,7 +139,7 @@ class _PenalizeLarge(torch.autograd.Function):
     def backward(ctx, grad):
         return grad + ctx.saved_tensors[0].to(grad.dtype) * ctx.penalty, None, None
 
-def penalize_abs_values_gt(x: Tensor, limit: float, penalty: float | Tensor, name: str | None = None) -> Tensor:
+def penalize_abs_values_gt(x: Tensor, limit: float, penalty: float | Tensor) -> Tensor:
     "Return `x` `[…]`; add `penalty · sign(x)` to its gradient where |x| > `limit`."
     return _PenalizeLarge.apply(x, limit, penalty) if x.requires_grad else x
 

@@ -75,7 +75,7 @@ class TripleGRUDecoder(GRUEncoder):
         return clean, noisy, noise
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        return dict(mode='full', grl_lambda=self.cfg.strength(step, n_steps))
+        return dict(mode='full', grl_lambda=self.cfg.grl_lambda)
 
     def training_losses(self, out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],
                         frames: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -7,7 +7,6 @@ __all__ = ['distance_angle', 'CompactRelPositionalEncoding', 'whitening_schedule
            'RelPositionMultiheadAttentionWeights', 'average', 'SelfAttention', 'NonlinAttention']
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c003
-import copy
 import math
 
 import torch
@@ -30,7 +29,6 @@ class CompactRelPositionalEncoding(nn.Module):
     def __init__(self,
         embed_dim: int,             # Columns of the table, D, an even number
         dropout_rate: FloatLike,    # Dropout of the table's entries
-        max_len: int = 1000,        # Unused, because the table has the length of each batch
         length_factor: float = 1.0, # Factor of the distances at which angles saturate
     ):
         super().__init__()
@@ -75,15 +73,12 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
         num_heads: int,      # Heads, H
         query_head_dim: int, # Length of the queries and keys of a head
         pos_head_dim: int,   # Length of the position queries of a head
-        dropout: float = 0.0, # Dropout of the weights
-        pos_emb_skip_rate: FloatLike = ScheduledFloat((0.0, 0.5), (4000.0, 0.0)), # Share of calls without positions
     ):
         super().__init__()
         self.num_heads = num_heads
         self.query_head_dim = query_head_dim
         self.pos_head_dim = pos_head_dim
-        self.dropout = dropout
-        self.pos_emb_skip_rate = copy.deepcopy(pos_emb_skip_rate)
+        self.pos_emb_skip_rate: FloatLike = ScheduledFloat((0.0, 0.5), (4000.0, 0.0)) # Share of calls without positions
         key_dim = num_heads * query_head_dim
         self.dims = [key_dim, key_dim, num_heads * pos_head_dim]
         self.in_proj = ScaledLinear(embed_dim, sum(self.dims), bias=True, initial_scale=query_head_dim**-0.25)
@@ -119,8 +114,7 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
         if acts is not False: scores = scaling.penalize_abs_values_gt(scores, limit=25.0, penalty=1e-4 * acts)
         if attn_mask is not None: scores = scores.masked_fill(attn_mask, -1000)
         if key_padding_mask is not None: scores = scores.masked_fill(key_padding_mask[:, None], -1000)
-        weights = scaling.softmax(scores, dim=-1)
-        return nn.functional.dropout(weights, self.dropout) if self.training and self.dropout else weights
+        return scaling.softmax(scores, dim=-1)
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c024
 @patch

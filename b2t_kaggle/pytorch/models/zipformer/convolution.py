@@ -20,18 +20,17 @@ from ...scaling import ActivationDropoutAndLinear, Balancer, FloatLike, Schedule
 class ChunkCausalDepthwiseConv1d(nn.Module):
     "A causal convolution plus one inside each chunk (Yao et al., 2024)."
     def __init__(self,
-        channels: int,     # Channels, C
-        kernel_size: int,  # Frames of the kernel, an odd number
-        bias: bool = True, # Whether the convolutions have biases
+        channels: int,    # Channels, C
+        kernel_size: int, # Frames of the kernel, an odd number
     ):
         super().__init__()
         if kernel_size % 2 == 0: raise ValueError(f'kernel_size = {kernel_size} must be odd')
         self.kernel_size = kernel_size
         half = kernel_size // 2
-        self.causal_conv = nn.Conv1d(channels, channels, half + 1, groups=channels, bias=bias)
-        self.chunkwise_conv = nn.Conv1d(channels, channels, kernel_size, groups=channels, padding=half, bias=bias)
+        self.causal_conv = nn.Conv1d(channels, channels, half + 1, groups=channels)
+        self.chunkwise_conv = nn.Conv1d(channels, channels, kernel_size, groups=channels, padding=half)
         self.chunkwise_conv_scale = nn.Parameter(torch.zeros(2, channels, kernel_size))
-        if bias: nn.init.uniform_(self.causal_conv.bias, -0.1, 0.1)
+        nn.init.uniform_(self.causal_conv.bias, -0.1, 0.1)
 
     def _edge_scale(self, chunk_size: int) -> Tensor:
         "Factors of the convolution inside a chunk `[C, chunk]`."

@@ -167,7 +167,6 @@ class Zipformer2Encoder(nn.Module):
         dropout: FloatLike,                    # Unused, because the layer has its own
         warmup_begin: float,                   # Batches until the first layer's rate begins to fall
         warmup_end: float,                     # Batches until the last layer's rate has fallen
-        initial_layerdrop_rate: float = 0.5,   # Share of trials that skip a layer at first
         final_layerdrop_rate: float = 0.05,    # Final share of trials that skip a layer
     ):
         super().__init__()
@@ -177,7 +176,7 @@ class Zipformer2Encoder(nn.Module):
         share = (warmup_end - warmup_begin) / num_layers
         for i, layer in enumerate(self.layers):
             start = warmup_begin + i * share
-            falling = (start, initial_layerdrop_rate), (start + share, final_layerdrop_rate)
+            falling = (start, 0.5), (start + share, final_layerdrop_rate)
             layer.bypass.skip_rate = ScheduledFloat(*falling, default=0.0)
 
     def forward(self, src: Tensor, chunk_size: int = -1, feature_mask: Tensor | float = 1.0,

@@ -23,13 +23,12 @@ class ConvNeXt(nn.Module):
     "A residual block of a wide depthwise convolution and two pointwise layers (Liu et al., 2022)."
     def __init__(self,
         channels: int,                          # Channels, C
-        hidden_ratio: int = 3,                  # Ratio of hidden channels to C
         kernel_size: tuple[int, int] = (7, 7),  # Frames and bands of the kernel, odd numbers
         layerdrop_rate: FloatLike | None = None, # Share of trials that skip the block; None: from 20 % to 1.5 %
     ):
         super().__init__()
         if layerdrop_rate is None: layerdrop_rate = ScheduledFloat((0.0, 0.2), (20000.0, 0.015))
-        hidden = hidden_ratio * channels
+        hidden = 3 * channels
         self.padding = tuple(k // 2 for k in kernel_size)
         self.depthwise_conv = nn.Conv2d(channels, channels, kernel_size, groups=channels, padding=self.padding)
         self.pointwise_conv1 = nn.Conv2d(channels, hidden, 1)
