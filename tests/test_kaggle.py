@@ -122,7 +122,7 @@ sys.path[:] = [""] + [p for p in sys.path[1:] if not os.path.exists(os.path.join
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 cells = ["".join(c["source"]) for c in json.load(open(sys.argv[1]))["cells"]]
 cell, = [cell for cell in cells if "settings.ini" in cell]
-exec(cell, dict(input_dir="input", package=None))
+exec(cell, dict(input_dir="input", package=None, accelerator="auto"))
 import b2t_kaggle
 print(b2t_kaggle.__file__)
 '''
@@ -155,6 +155,13 @@ def test_a_session_without_an_accelerator_says_so(tmp_path):
                   'set accelerator="cpu"'):
         assert words in done.stderr, done.stderr
     assert not (tmp_path/'working'/'run').exists()
+
+
+def test_a_notebook_for_the_tpu_on_the_standard_image(tmp_path):
+    "The first cell that does something says so, before anything is installed."
+    done, calls = start(tmp_path, ('rapidfuzz',), PARAMETERS='{"accelerator": "tpu"}')
+    assert 'RuntimeError: no TPU: Kaggle started the notebook on its standard image' in done.stderr and not calls
+    assert 'recordings:' not in done.stdout
 
 
 def test_accelerators_have_one_name_each():

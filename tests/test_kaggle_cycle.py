@@ -148,6 +148,8 @@ def test_the_commands_of_a_week(kaggle, b2t, tmp_path, monkeypatch):
             assert result.exit_code == 0, (rest, result.output)
     assert {tuple(words) for words in commands('kaggle_gpu.ipynb') if words[2] == 'go'} <= set(map(tuple, week))
     assert kaggle.kernels['ada/b2t-best-tpu-tpu-v5e-8-train-1'][0]['body']['machineShape'] == 'TpuV5E8'
+    page = (NBS/'guides'/'a_week_on_kaggle.ipynb').read_text()
+    assert all(x in page for text in cycle.RECIPES.values() for x in re.findall(r'[\d.]+ %|[\d.]+ to [\d.]+', text))
     lms = [name for name in kaggle.datasets if 'wheels' not in name]
     assert lms == ['ada/b2t-imagineville-small']
     assert all(lms[0] in v[0]['body']['datasetDataSources'] for name, v in kaggle.kernels.items() if '-submit' in name)

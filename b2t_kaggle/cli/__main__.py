@@ -2,4 +2,4 @@
 from b2t_kaggle.cli import main
 from b2t_kaggle.core.messages import command_name
 
-if __name__ == '__main__': main(prog_name=command_name())
+if __name__ == '__main__': main(prog_name=command_name().lstrip('!'))

@@ -143,6 +143,7 @@ class _Main(LazyGroup):
     "Turns errors of the kit into one line and exit status 1; other errors are bugs and show their traceback."
     def main(self, *args, **options):
         _open_streams()
+        os.environ['B2T_COMMAND'] = command_name().lstrip('!') # In a notebook its options are advice for its parameters
         # Next to other work, spinning threads of OpenMP are many times slower; read when torch is imported
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
         if not sys.stderr.isatty(): os.environ.setdefault('B2T_PIPED', '1') # For bars, also in stages

@@ -31,12 +31,10 @@ def describe(
         try: return str(plan(d, *args))
         except DeviceError as e: return f'not usable: {e}'
 
-    hints = [f'{variable}={d.variables[variable]} makes torch_xla store every float32 tensor as bfloat16; unset it'
-             for variable in ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16') if variable in d.variables]
     needs_xla = d.tpu or 'torch_xla' in d.packages
     rows = [('torch', usable(plan_torch) if 'torch' in d.packages else 'not installed; pip install torch'),
             ('torch_xla', usable(plan_torch, 'xla') if needs_xla else 'not installed; only a TPU needs it'),
-            ('tensorflow', usable(plan_tensorflow)), *(('hint', hint) for hint in hints)]
+            ('tensorflow', usable(plan_tensorflow))]
     return '\n'.join([str(d), *(f'{label:<12}{text}' for label, text in rows)])
 
 # %% ../../nbs/cli/18_devices.ipynb #c010

@@ -21,7 +21,7 @@ from ..core.files import format_size, sha256
 from ..core.messages import counted, with_command_name
 from ..devices.kaggle_machines import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import Client, check_id, connect, write_kernel
-from ..kaggle.cycle import Cycle, Plan, read_plan, save_plan, wheels_slug
+from ..kaggle.cycle import Cycle, Plan, list_recipes, read_plan, save_plan, wheels_slug
 from ..kaggle.wheels import Image, build_wheels
 from ..lm.public_models import MODELS
 
@@ -130,8 +130,7 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
 
 @kaggle.command()
 @_on
-@preset_option(default='transformer', show_default=True,
-               help='4.60 % WER published, 1 to 2 hours on T4 x2 estimated; others: guides/a_week_on_kaggle.')
+@preset_option(default='transformer', show_default=True, help='Recipe of the training; see guides/a_week_on_kaggle.')
 @click.option('--seeds', type=click.IntRange(1, 99), default=1, show_default=True,
               help='Trainings, with seeds one after the other; the sentences of several vote.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
@@ -175,6 +174,7 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
     if owner != 'OWNER': save_plan(plan, folder, retry)
     cycle = Cycle(plan, folder, client, retry, unfinished)
+    click.echo(list_recipes(preset_))
     if is_printed:
         if owner == 'OWNER': click.echo('OWNER is your name on Kaggle: give --id NAME/… before you push anything')
         for line in cycle.by_hand(): click.echo(with_command_name(line))

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.messages import did_you_mean
 from . import machine
 from .machine import DeviceError
 
@@ -24,15 +23,14 @@ class KaggleAccelerator:
     image: str              # Kaggle's image with it: `gpu`, `tpu` or `cpu`
     hours: float            # Time limit of a runtime with it [h]
     machine_shape: str = '' # Kaggle's client's name
-    chips: int = 0
     memory_gb: float = 0    # Memory per chip [GB]
 
 KAGGLE_ACCELERATORS = {a.name: a for a in (
     KaggleAccelerator('cpu', 'cpu', 12),
-    KaggleAccelerator('T4 x2', 'gpu', 9, 'NvidiaTeslaT4', 2, 16),
-    KaggleAccelerator('L4 x4', 'gpu', 9, 'NvidiaL4', 4, 24),
-    KaggleAccelerator('TPU v5e-8', 'tpu', 9, 'TpuV5E8', 8, 16),
-    KaggleAccelerator('TPU v6e-8', 'tpu', 9, 'TpuV6E8', 8, 32),
+    KaggleAccelerator('T4 x2', 'gpu', 9, 'NvidiaTeslaT4', 16),
+    KaggleAccelerator('L4 x4', 'gpu', 9, 'NvidiaL4', 24),
+    KaggleAccelerator('TPU v5e-8', 'tpu', 9, 'TpuV5E8', 16),
+    KaggleAccelerator('TPU v6e-8', 'tpu', 9, 'TpuV6E8', 32),
 )}
 
 def _letters(name: str) -> str:
@@ -44,8 +42,7 @@ def kaggle_accelerator(name: str) -> KaggleAccelerator:
     wanted = _letters(name)
     fitting = [a for a in KAGGLE_ACCELERATORS.values() if wanted and _letters(a.name).startswith(wanted)]
     if len(fitting) == 1: return fitting[0]
-    raise ValueError(f'accelerator {name!r}: take one of {", ".join(KAGGLE_ACCELERATORS)}'
-                     f'{did_you_mean(name, KAGGLE_ACCELERATORS)}')
+    raise ValueError(f'accelerator {name!r}: take one of {", ".join(KAGGLE_ACCELERATORS)}')
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c008
 _MARGIN = 1/6
@@ -74,12 +71,8 @@ def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> lis
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:
         from b2t_kaggle.devices.torch import plan_torch as plan
-    found = machine.detect()
-    try: device = plan(found, accelerator)
-    except DeviceError as e:
-        if accelerator != 'tpu' or found.tpu: return [str(e)]
-        return ['no TPU: Kaggle started the notebook on its standard image, as it does if a docker image is pinned. '
-                'Choose a TPU under Settings › Accelerator and the latest environment, or push the notebook again']
+    try: device = plan(machine.detect(), accelerator)
+    except DeviceError as e: return [str(e)]
     print('device:     ', device)
     if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return []
     return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor training lasts weeks; '

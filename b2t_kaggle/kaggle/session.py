@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.files import atomic_path, walk_once
-from ..core.messages import printable
+from ..core.messages import printable, with_command_named
 from ..devices import machine
 from ..devices.kaggle_machines import device_problems, time_limit_hours
 from ..devices.machine import installed_version
@@ -200,7 +200,8 @@ def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attache
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
     # Progress bars of this process's children move twice a minute
     variables = dict(TQDM_MININTERVAL='30', TQDM_MAXINTERVAL='30', B2T_XLA_CACHE=str(run_dir/'xla'),
-                     B2T_COMMAND='notebook', PYDEVD_DISABLE_FILE_VALIDATION='1') # No warnings of the debugger
+                     B2T_COMMAND='!python -m b2t_kaggle.cli', # Also if the kit is attached as a source folder
+                     PYDEVD_DISABLE_FILE_VALIDATION='1')      # No warnings of the debugger
     for name, value in variables.items(): os.environ.setdefault(name, value)
     inputs = _find_attached(input_dir)
     print(inputs)
@@ -228,6 +229,7 @@ def is_simulated(run_dir: Path) -> bool:
     "Whether the data of a run are simulated."
     return not _in_config(run_dir, 'data', 'dataset_dir')
 
+@with_command_named()
 def prepare_training(
     input_dir: str | Path,           # Folder of the notebook's inputs
     work_dir: str | Path,            # Folder that Kaggle keeps
@@ -319,6 +321,7 @@ def _needed(values: Mapping[str, Any]) -> dict[str, str]:
             (dict(bitsandbytes='bitsandbytes') if has('llm_quantization') else {}))
 
 # %% ../../nbs/kaggle/00_session.ipynb #c036
+@with_command_named()
 def prepare_submission(
     input_dir: str | Path,              # Folder of the notebook's inputs
     work_dir: str | Path,               # Folder that Kaggle keeps

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.files import reached_limit, set_home_variables, write_error
 from ..core.locks import Lock, LockedError
+from ..core.messages import with_command_named
 from ..devices.interrupts import Ended, handled
 from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import detect
@@ -233,6 +234,7 @@ def check_stages(
     return pending
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c033
+@with_command_named()
 def run_stages(run: Run, until: str | None = None, force: Iterable[str] = ()) -> list[dict]:
     """Execute the stages that are not done, in order; returns a row for each: stage, state, seconds, metrics.
 
