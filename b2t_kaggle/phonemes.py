@@ -295,8 +295,8 @@ def _suffix_keys(seq: np.ndarray, order: int) -> list[np.ndarray]:
     return keys
 
 def _discounted(counted: np.ndarray, contexts: np.ndarray) -> tuple:
-    """Keys of n-grams, their discounted probabilities, keys of contexts, their back-off weights; from the keys of all
-    occurrences, and of the contexts of distinct n-grams."""
+    """N-grams' keys and discounted probabilities, contexts' keys and back-off weights; from the
+    keys of all occurrences, and the contexts of distinct n-grams."""
     gram, count = np.unique(counted, return_counts=True)
     context, inverse = np.unique(contexts, return_inverse=True)
     discount = (count == 1).sum() / max(1, (count == 1).sum() + 2*(count == 2).sum())

@@ -30,7 +30,7 @@ from b2t_kaggle.config.schema import (
 
 # %% ../../nbs/config/03_groups.ipynb #c006
 class _StepsConfig(Section):
-    "Steps of the optimiser: what computes them, their number, and how each changes the weights."
+    "Optimiser and steps: devices, number of steps, and how each changes the weights."
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
     accelerator: Annotated[Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'], ChangesNothing()] = 'auto'

@@ -61,7 +61,7 @@ def is_official(values: dict) -> bool:
     return isinstance(dataset, dict) and 'data_transforms' in dataset
 
 def unused_keys(values: dict) -> list[str]:
-    "Official keys with a value that has no effect here, unless it is false, null, 0 or empty."
+    "Official keys that have no effect here unless they are false, null, 0 or empty."
     return [key for key, value in _flatten(values).items() if key in _IGNORED and value] if is_official(values) else []
 
 # %% ../../nbs/config/02_official.ipynb #c007

@@ -22,12 +22,12 @@ from .schema import ConfigError, Section
 
 # %% ../../nbs/config/08_plugins.ipynb #c006
 def _call(function: Callable, inputs: dict[str, Any]) -> Any:
-    "Call a function with those inputs that it names."
+    "Call a function with the inputs that it has parameters for."
     return function(**{name: inputs[name] for name in inspect.signature(function).parameters if name in inputs})
 
 @dataclass(frozen=True)
 class Plugin:
-    "Parts of a training from outside the kit."
+    "Code from outside the kit that takes part in training."
     loss: Callable | None = None    # Returns further terms of the loss of each trial `[B]` by name
     augment: Callable | None = None # Returns features `[B, T, F]`, or these and their lengths `[B]`
     stages: tuple[type, ...] = ()   # Classes derived from `Stage`

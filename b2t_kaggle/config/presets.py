@@ -33,16 +33,16 @@ _MAMBA_TRAIN = _SMALL_STEPS | dict(weight_decay=0.01)
 # %% ../../nbs/config/06_presets.ipynb #c008
 _REFINED = dict(
     weight_average='ema', # Simulated: −0.10 points (−0.26 to +0.06), for no time
-    refit=0.2,            # Val at the end; field: the 7th place did; simulated: −0.11 points (−0.27 to +0.03)
+    refit=0.2,            # Val at the end; field: as in 7th place; simulated: −0.11 points (−0.27 to +0.03)
 )
-_ELECTRODES = dict(channel_masks=0.2) # Field: in the best public solutions, which call it speckled
+_ELECTRODES = dict(channel_masks=0.2) # Field: in the best public solutions, as "speckled"
 
 _BEST: dict[str, dict[str, dict[str, Any]]] = {
     'best-t4': { # Field: 4.51 % WER on 731 val trials for a seed, 3.15 for a vote of ten, with the authors' decoder
         'model': dict(name='transformer'),
         'data': _TIME_MASKED['data'],
         'augment': _TIME_MASKED['augment'] | _ELECTRODES, # The authors' 20 time masks
-        'train': _TIME_MASKED['train'] | _REFINED,        # The authors' values, but for `_REFINED`
+        'train': _TIME_MASKED['train'] | _REFINED,        # The authors' values but for `_REFINED`
     },
     'best-tpu': { # Field: 2.79 % WER (public) for one model; a GRU in the same pipeline has 4.45
         'model': _MAMBA | dict(n_units=2048, projection_units=4096), # Sizes of `mamba`, too large for a T4
@@ -124,7 +124,7 @@ def preset_changes(cfg: Config, name: str) -> dict[str, Any]:
 
 # %% ../../nbs/config/06_presets.ipynb #c016
 def describe_run(cfg: Config, name: str) -> str:
-    "A line about a run on a simulation; empty for recordings."
+    "A note for runs on a simulation; empty for recordings."
     if cfg.data.dataset_dir is not None: return ''
     trained = '' if cfg.infer.logits or cfg.infer.checkpoint else f', {cfg.train.num_training_batches:,} batches'
     return f'simulated participant, preset {name}{trained}'

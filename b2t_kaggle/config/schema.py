@@ -30,7 +30,7 @@ class Fact:
 @dataclass(frozen=True)
 class InputFile(Fact):
     "Files or a folder that a stage reads: their contents matter, not their location."
-    or_name: bool = False # Whether text that is not a path is a name on a hub, which counts
+    or_name: bool = False # Whether other text is a name on a hub, which counts
 
     def is_place(self, value: Any) -> bool:
         "Whether a value is only the location of files."
@@ -122,7 +122,7 @@ def describe_errors(
     "Errors of fields: key, reason, the value found, and a suggestion."
     sentences = []
     for loc, group in itertools.groupby(error.errors(), lambda e: e['loc'][:1 if prefix else 2]):
-        of_field = list(group) # Several for a union: prefer an error about the value over one about the type
+        of_field = list(group) # For unions, prefer an error about the value over one about the type
         e = next((e for e in of_field if not e['type'].endswith('_type')), of_field[0])
         key = '.'.join(map(str, (prefix, *loc) if prefix else loc))
         reason = e['msg'].removeprefix('Value error, ')

@@ -58,7 +58,7 @@ _FLOOR = -1e4     # Lowest log-probability; lower ones are raised to it
 _TOLERANCE = 0.02 # Largest deviation of a row's log-sum, for half precision
 
 def _fault(x: np.ndarray) -> str:
-    "The first frame of [T', K] that does not have log-probabilities, what is wrong with it and what to do; '' if none."
+    "The first frame of [T', K] without log-probabilities, its fault and a remedy; '' without one."
     top = x.max(axis=1) # NaN if a value is
     with np.errstate(invalid='ignore'): sums = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
     wrong = np.flatnonzero(~(np.abs(sums) <= _TOLERANCE))
@@ -85,7 +85,7 @@ def check_log_probs(
     log_probs: Any,                # Log-probabilities [T', K], as an array, a tensor or lists
     n_classes: int | None = None,  # K; None: any number
 ) -> np.ndarray:                   # A copy in float64, at least -10000
-    "Log-probabilities that can be searched; raises a `ValueError` that names the frame, what was found and what to do."
+    "Log-probabilities that can be searched; raises a `ValueError` with the frame, what was found and a remedy."
     try: x = np.array(to_numpy(log_probs), dtype=np.float64, order='C') # A copy, which may be changed
     except (TypeError, ValueError):
         raise TypeError(f'log_probs: found a {type(log_probs).__name__} that is not an array of numbers, expected one '

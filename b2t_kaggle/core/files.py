@@ -56,14 +56,14 @@ def _is_running(pid: int, begin: str) -> bool:
 
 # %% ../../nbs/core/02_files.ipynb #c011
 _TEMPORARY = re.compile(r'\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begin>\d+)\.tmp(\..*)?')
-_UNTOUCHED = 24*3600 # Seconds without a change after which a writer elsewhere counts as dead
+_UNTOUCHED = 24*3600 # Seconds without a change until a remote writer counts as dead
 
 def _is_mine(s: os.stat_result) -> bool:
     "Whether this is a plain file or folder of this user; a link is neither."
     return s.st_uid == os.geteuid() and (stat.S_ISREG(s.st_mode) or stat.S_ISDIR(s.st_mode))
 
 def _remove_leftover(path: Path, writer: re.Match) -> None:
-    "Remove a temporary file or folder if its writer is dead; put the folder back that it was replacing."
+    "Remove a temporary file or folder if its writer is dead; restore the folder that it was replacing."
     s = path.lstat()
     if not _is_mine(s): return
     if writer['place'] == _place():
@@ -79,11 +79,11 @@ def clear_leftovers(
     folder: str | Path,     # Folder to clear, if it exists
     within: bool = False,   # Also clear all folders in it
 ) -> None:
-    "Remove temporary files of killed writers, as far as they can be removed; links and files of living writers stay."
+    "Remove temporary files of killed writers if possible; links and files of living writers stay."
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             writer = _TEMPORARY.fullmatch(name) if name[0] == '.' else None
-            with suppress(OSError): # Another process may have been faster
+            with suppress(OSError): # Another process may have removed it
                 if writer: _remove_leftover(Path(parent, name), writer)
         if not within: break
 
@@ -99,7 +99,7 @@ _FULL = {
     errno.EDQUOT: ("the disk's quota for this user is used up", _MAKE_ROOM),
     errno.EFBIG: ('files of this process may not grow that large (ulimit -f)', _RAISE),
 }
-_LIMITS = ( # The words by which libraries report a limit, the limit, and advice
+_LIMITS = ( # Libraries' words for a limit, the limit, and advice
     ('Too many open files', 'this process may open no more files (ulimit -n)', f'{_RAISE}, as by `ulimit -n 4096`'),
     ("[Cc]annot allocate memory|[Uu]nable to allocate|can.t allocate memory|std::bad_alloc|MemoryError",
      'no memory is left, or this process may have no more of it (ulimit -v)', _LESS),
@@ -132,13 +132,13 @@ def write_error(error: Exception, path: Path, scratch: Path) -> WriteError | Non
     return failure
 
 def reached_limit(text: str) -> str | None:
-    "The limit of the system behind an error's text, with what to do; `None` for other errors."
+    "The system limit behind an error's text, with a remedy; `None` for other errors."
     if 'unable to lock' in text: return None # HDF5's words for a file that another process has open
     advice = (f'{limit}; {remedy}, and run it again' for words, limit, remedy in _LIMITS if re.search(words, text))
     return next(advice, None)
 
 def explain_error(error: BaseException) -> str:
-    "The text of an error; if a limit of the system caused it, that limit and what to do."
+    "The text of an error; if a system limit caused it, with that limit and a remedy."
     text = str(error)
     if isinstance(error, WriteError): return text
     if isinstance(error, OSError) and error.filename and error.errno in (*_FULL, errno.EROFS): # Errors of writing only
@@ -151,7 +151,7 @@ def check_output(
     path: str | Path,         # File or folder that will be written or replaced
     is_folder: bool = False,  # Whether a folder is expected
 ) -> None:
-    "Raise `WriteError` if something of another kind exists there."
+    "Raise `WriteError` if `path` is of another kind."
     path = Path(path)
     if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
         raise WriteError(f'{path}: not a {"folder" if is_folder else "file"}; choose another name')
@@ -217,7 +217,7 @@ def scratch_folder(
 def replaced_folder(
     folder: str | Path, # Final path
 ) -> Iterator[Path]:
-    """A path beside it, at which the block makes a folder that replaces `folder` at the end, or is removed if the block
+    """Yields a path for a new folder that replaces `folder` at the end, or is removed if the block
     raises. Raises `WriteError` if it cannot be written."""
     folder = Path(folder)
     check_output(folder, is_folder=True)
@@ -329,7 +329,7 @@ def is_writable(folder: str | Path) -> bool:
 
 @cache
 def private_folder() -> Path:
-    "A folder for temporary files that only this user can read; a new one if another user has a folder of that name."
+    "A folder for temporary files that only this user can read, new if another user owns the existing one."
     folder = Path(tempfile.gettempdir())/f'b2t_kaggle-{os.geteuid()}'
     with suppress(FileExistsError): folder.mkdir(mode=0o700)
     s = folder.lstat()
@@ -339,7 +339,7 @@ def private_folder() -> Path:
 def user_cache(
     name: str, # Name of the subfolder
 ) -> Path:     # Path of the folder, which need not exist
-    "A folder for files that serve all runs and can be rebuilt: in the home folder, else in `private_folder`."
+    "A folder for rebuildable files of all runs: in the home folder, else in `private_folder`."
     home = os.environ.get('XDG_CACHE_HOME') or (home_folder() or Path())/'.cache'
     folder = Path(home)/'b2t_kaggle'/name
     return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name
@@ -373,7 +373,7 @@ _NOTED_BYTES = 1 << 24 # Smallest file whose hash is stored; smaller ones are re
 _TICK = 2*10**9        # Resolution of a file system's clock in nanoseconds (FAT's is two seconds)
 
 def _hash_note(path: Path) -> Path | None:
-    "Path of the note of a file's hash; `None` for a small file, or one that changed just now."
+    "Path of the note with a file's hash; `None` for a small file, or one that has just changed."
     s = path.stat()
     is_new = abs(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns)) < _TICK
     if s.st_size < _NOTED_BYTES or is_new: return None

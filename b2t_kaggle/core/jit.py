@@ -20,7 +20,7 @@ from .files import home_folder, user_cache
 
 # %% ../../nbs/core/05_jit.ipynb #c006
 class _Files(IndexDataCacheFile):
-    "Numba's files for a function, an index and machine code, which are written again if they cannot be read."
+    "Numba's files for a function, an index and machine code, which are rewritten if they are unreadable."
     def _load_index(self) -> dict:
         try: return super()._load_index()
         except Exception: return {} # Damaged, or of earlier sources with a class that no longer exists
@@ -45,7 +45,7 @@ def njit(
     f: Callable | None = None, # Function, if the decorator has no options
     **options,                 # Options of `numba.njit`, such as `cache=True`
 ) -> Callable:
-    "Numba's decorator, which finds another place for machine code, or stores none."
+    "Numba's decorator; stores machine code in another folder if necessary, or nowhere."
     def compiled(f: Callable) -> Callable:
         if not options.get('cache'): return numba.njit(**options)(f)
         before, ours = numba.config.CACHE_DIR, str(user_cache('numba'))
@@ -57,12 +57,12 @@ def njit(
         return numba.njit(**options | dict(cache=False))(f)
     return compiled if f is None else compiled(f)
 
-jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
-inlined = njit(cache=True, nogil=True, forceinline=True) # For loops in which passing the arrays would take longer
+jit = njit(cache=True, nogil=True) # Compiled once per machine; releases the GIL
+inlined = njit(cache=True, nogil=True, forceinline=True) # For loops in which passing arrays would be slower
 
 # %% ../../nbs/core/05_jit.ipynb #c015
 def _without_counts(context, builder, kind, value):
-    "The same value, whose arrays do not count references."
+    "The same value with arrays that do not count references."
     if isinstance(kind, types.BaseTuple):
         parts = [_without_counts(context, builder, k, builder.extract_value(value, i)) for i, k in enumerate(kind)]
         return context.make_tuple(builder, kind, parts)
@@ -76,8 +76,8 @@ def _without_counts(context, builder, kind, value):
 def borrowed(
     typing_context,
     arrays, # Parameters of the function: an array, or a tuple of arrays, tuples and numbers
-):          # These arrays without counts
-    "Arrays without reference counts, in compiled code; do not use it for arrays that the function itself makes."
+):          # The same without counts
+    "Arrays without reference counts, in compiled code; not for arrays that the function itself makes."
     def emit(context, builder, signature, args): return _without_counts(context, builder, arrays, args[0])
     return arrays(arrays), emit
 
@@ -87,7 +87,7 @@ def prefetch(
     array, # One-dimensional
     i,     # Index
 ):
-    "Have memory fetch an item that will be read soon, in compiled code."
+    "Prefetch an item that will be read soon, in compiled code."
     def emit(context, builder, signature, args):
         data = context.make_array(array)(context, builder, args[0]).data
         place = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())

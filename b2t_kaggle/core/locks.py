@@ -24,13 +24,13 @@ from .reading import parse_json
 
 # %% ../../nbs/core/07_locks.ipynb #c006
 class LockedError(RuntimeError):
-    "A lock that another process holds; the message names it and its host, and `holder` is that part alone."
+    "A lock that another process holds; the message has its PID and host, `holder` only these."
     def __init__(self, purpose: str, holder: str):
         super().__init__(f'{purpose}: {holder}')
         self.holder = holder
 
-_BEAT = 20    # Seconds after which a holder changes the time of its file
-_SILENT = 180 # Seconds without a change after which a holder elsewhere counts as dead
+_BEAT = 20    # Seconds between two touches of a holder's file
+_SILENT = 180 # Seconds without a touch until a remote holder counts as dead
 _EMPTY = 10   # Seconds for which an empty file counts
 
 def _read_holder(path: Path) -> dict | None:
@@ -42,7 +42,7 @@ def _read_holder(path: Path) -> dict | None:
     return None
 
 def _is_dead(holder: dict | None, age: float) -> bool:
-    "Whether the holder of a file, whose time changed `age` seconds ago, has ended."
+    "Whether the holder of a file that was touched `age` seconds ago has ended."
     if holder is None: return age > _EMPTY
     place, pid, begin = holder['owner'].split('-')
     return not _is_running(int(pid), begin) if place == _place() else age > _SILENT
@@ -53,7 +53,7 @@ def _alone(path: Path) -> Iterator[None]:
     "Let one process at a time remove a file. Raises `FileExistsError` while another one does."
     mark = path.with_name(f'.{path.name}.taken_over')
     try: os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    except FileExistsError: # It exists for a moment, unless its process was killed just then
+    except FileExistsError: # It exists for a moment, or its process was killed
         if time.time()-os.stat(mark).st_mtime > _EMPTY: mark.unlink()
         raise
     try: yield
@@ -65,7 +65,7 @@ def _identity(path: Path) -> tuple[int, int]:
     return s.st_dev, s.st_ino
 
 def _beat(path: Path, file: tuple[int, int], stop: threading.Event) -> None:
-    "Change the time of a file until it belongs to another process."
+    "Touch a file until it belongs to another process."
     with suppress(OSError):
         while not stop.wait(_BEAT) and _identity(path) == file: os.utime(path)
 
@@ -101,7 +101,7 @@ class Lock:
         with suppress(FileNotFoundError, FileExistsError): # It was released just now, or another process removes it
             if is_dead():
                 with _alone(self.path):
-                    if not is_dead(): return False # It has another holder by now
+                    if not is_dead(): return False # It has a new holder
                     self.path.unlink()
                     return True
         return False

@@ -54,7 +54,7 @@ _SEQUENCE = re.compile(r'(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f
 def printable(
     text: object, # Text from outside, or an object such as a path, whose `str` is shown
 ) -> str:
-    """One line without control sequences and invisible characters; a space replaces a tab or a line break.
+    """One line without control sequences and invisible characters; tabs and line breaks become spaces.
 
     Bytes of a file name that are not UTF-8 become U+FFFD."""
     text = str(text)
@@ -72,7 +72,7 @@ def counted(
 
 # %% ../../nbs/core/00_messages.ipynb #c013
 def plain_warnings() -> None:
-    "Have this process print each warning as one line, without the place in the source."
+    "Print each warning of this process as one line, without its source."
     def line(message: Warning | str, category: type[Warning], *place) -> str:
         return f'{category.__name__}: {printable(with_command_name(str(message)))}\n'
     warnings.formatwarning = line
@@ -84,7 +84,7 @@ def warn_each(faults: Sequence[str]) -> None:
 
 # %% ../../nbs/core/00_messages.ipynb #c016
 class _Log:
-    "Standard error for a progress bar that writes a line in place of each picture."
+    "Standard error for a progress bar that prints lines."
     def write(self, text):
         if text := text.strip(): print(text, file=sys.stderr, flush=True)
 
@@ -105,7 +105,7 @@ def near_names(
     choices: Iterable[str],   # Existing names
     n: int = 3,               # Largest number of suggestions
 ) -> list[str]:
-    "The existing synonym, or names that begin with the word, or else contain it, or else are similar."
+    "The existing synonym, or names that begin with the word, contain it, or are similar."
     names = list(dict.fromkeys(choices))
     low = word.casefold()
     if (same := _SYNONYMS.get(low)) in names: return [same]

@@ -32,7 +32,7 @@ def page(
 
 # %% ../../nbs/core/08_pages.ipynb #c010
 class Html(str):
-    "A piece of HTML, which a table takes as it is; any other text is escaped."
+    "HTML that a table inserts unchanged; other text is escaped."
 
 _NUMBER = re.compile(r'[-+]?[\d,.]+( ?%| s| min| h)?')
 
@@ -48,7 +48,7 @@ def table(
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     numeric = {name for name, cells in columns.items() if all(_NUMBER.fullmatch(_text(cell)) for cell in cells)}
     kinds = {name: ' class="number"' if name in numeric else '' for name in columns}
-    def heading(name): return html.escape(str(name)).replace('_', '_<wbr>') # Breaks there if it has no room
+    def heading(name): return html.escape(str(name)).replace('_', '_<wbr>') # May break there
     head = ''.join(f'<th{kinds[name]}>{heading(name)}</th>' for name in columns)
     def cell(name, value):
         return f'<td{kinds[name]}>{value if isinstance(value, Html) else html.escape(_text(value))}</td>'
@@ -57,7 +57,7 @@ def table(
 
 # %% ../../nbs/core/08_pages.ipynb #c012
 def cards(
-    metrics: Mapping[str, tuple[str, str]], # Name -> value, and what to know about it
+    metrics: Mapping[str, tuple[str, str]], # Name -> value, and a note
 ) -> str:
     "Headline metrics side by side."
     return '<div class="cards">\n' + ''.join(
@@ -68,7 +68,7 @@ def cards(
 _DOUBT = 0.9 # Words with less confidence are shaded
 
 def _shaded(word: str, confidence: float) -> str:
-    "A word, shaded the more the less probable it is."
+    "A word, the more shaded the less probable it is."
     if confidence >= _DOUBT: return html.escape(word)
     return (f'<span class="doubt" style="--doubt:{.7*(1 - confidence):.2f}" title="confidence {confidence:.2f}">'
             f'{html.escape(word)}</span>')
@@ -91,7 +91,7 @@ def aligned(
 # %% ../../nbs/core/08_pages.ipynb #c018
 _PAINT = {'#000000': 'currentColor', 'black': 'currentColor', '#ffffff': 'var(--paper, #fff)',
           'white': 'var(--paper, #fff)'}
-# Colours of matplotlib's lines that are too dark on a dark page
+# Matplotlib's line colours that are too dark on a dark page
 _PAINT |= {colour: f'var(--line-{name}, {colour})' for name, colour in
            dict(blue='#1f77b4', red='#d62728', purple='#9467bd', brown='#8c564b').items()}
 
@@ -109,7 +109,7 @@ def recolored(
 
 def figure(
     fig,        # matplotlib's
-    label: str, # A description for those who do not see it; another one for each figure of a page
+    label: str, # Description for screen readers; unique for each figure of a page
 ) -> str:
     "A figure as SVG with searchable text; the figure is closed."
     import matplotlib.pyplot as plt

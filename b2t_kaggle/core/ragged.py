@@ -30,7 +30,7 @@ _HEADER_CRC = b'b2t_kaggle crc32'
 _VERSION = 1
 
 class RaggedError(ValueError):
-    "A ragged file that cannot be read or written as asked; the message names the file, what was found and what to do."
+    "A ragged file that cannot be read or written as requested; the message has the file, what was found and a remedy."
 
 def _values_type(dtype: np.dtype, item_shape: tuple[int, ...]) -> pa.DataType:
     "Arrow's type of an array [n, *item_shape]."
@@ -96,7 +96,7 @@ def _column_bytes(column: pa.Array) -> Iterator[bytes]:
     else: yield repr(column.to_pylist()).encode()
 
 def _index_checksum(batch: pa.RecordBatch, k: int, is_last: bool) -> int:
-    "Checksum of everything in a chunk but the values: lengths, type of the values, names and columns of the index."
+    "Checksum of a chunk without its values: lengths, type of the values, names and columns of the index."
     values = batch.column(_VALUES)
     facts = [k, is_last, *map(str, _numpy_type(values.type)), *batch.schema.names]
     crc = zlib.crc32(np.diff(values.offsets.to_numpy()), zlib.crc32(json.dumps(facts).encode()))
@@ -213,7 +213,7 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
 # %% ../../nbs/core/10_ragged.ipynb #c024
 def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[pa.RecordBatch, list[int]]:
     """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
-    The values are not looked at."""
+    The values are not read."""
     try:
         batch, custom = reader.get_batch_with_custom_metadata(k)
         batch.validate(full=True)
@@ -283,9 +283,9 @@ class Ragged:
         return self.flat[start:start + n*self._item_size].reshape(n, *self.item_shape)
 
     def verify(self,
-        arrays: np.ndarray, # Indices [n] of the arrays that are about to be read from `flat`
+        arrays: np.ndarray, # Indices [n] of arrays that will be read from `flat`
     ) -> None:
-        "Raise `RaggedError` if an array is not as it was written; each is checked once."
+        "Raise `RaggedError` if an array does not match its checksum; each is checked once."
         for i in np.unique(arrays[~self._verified[arrays]]):
             if _checksum(self._view(i)) != self._checksums[i]:
                 changed = file_state(self.path) != self._state

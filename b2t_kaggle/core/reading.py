@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING: # Programs that read no HDF5 need not wait for it
+if TYPE_CHECKING: # Programs without HDF5 do not import it
     import zipfile
 
     import h5py
@@ -33,7 +33,7 @@ MAX_BINS = 90_000             # Bins of a trial: half an hour, 184 MB; the longe
 MAX_LABELS = 10_000           # Labels of a trial; the official files have room for 500
 MAX_ATTRIBUTE_BYTES = 1 << 16 # Size of an attribute; a sentence has a hundred bytes
 MAX_EXPANSION = 100           # Unpacked bytes for each byte in the file; recordings do not shrink to a tenth
-SMALL_BYTES = 1 << 20         # Size that may be read whatever it expands to
+SMALL_BYTES = 1 << 20         # Size that may always be read
 MAX_LINE_BYTES = 1 << 24      # Length of a line of text; a whole book has a tenth of that
 MAX_MEMBER_BYTES = 1 << 26    # Size of a member of an archive that is read whole; the largest one has 28 million
 MAX_NGRAM_BYTES = 1 << 16     # Length of a line of an n-gram model: a few words
@@ -49,7 +49,7 @@ def expands_too_far(
     unpacked: int, # Bytes that compressed data claim to have, or had so far
     packed: int,   # Bytes in the file
 ) -> bool:
-    "Whether data expand so far beyond their size in the file that they cannot be recordings, models or text."
+    "Whether data expand so far that they cannot be recordings, models or text."
     return unpacked > max(SMALL_BYTES, MAX_EXPANSION*packed)
 
 # %% ../../nbs/core/03_reading.ipynb #c008
@@ -82,7 +82,7 @@ def csv_rows(text: str) -> list[tuple[int, list[str]]]:
     except csv.Error as e: raise ValueError(f'line {reader.line_num}: not a valid CSV ({e})') from None
 
 def split_lines(text: str) -> list[str]:
-    "The lines of a text. `str.splitlines` also ends one at characters within sentences, such as U+2028."
+    "The lines of a text. `str.splitlines` also splits at characters within sentences, such as U+2028."
     return text.removesuffix('\n').split('\n') if text else []
 
 # %% ../../nbs/core/03_reading.ipynb #c011
@@ -95,7 +95,7 @@ def read_member(
     name: str, # Name of a member
 ) -> bytes:
     "Contents of a member of an archive. Raises `ValueError` if it expands to more than `MAX_MEMBER_BYTES`."
-    # No more than the size in the archive's index is expanded, whatever the member holds
+    # Never expands more than the size in the archive's index
     if archive.getinfo(name).file_size <= MAX_MEMBER_BYTES: return archive.read(name)
     raise ValueError(f'{name} has more than {MAX_MEMBER_BYTES:,} bytes')
 
@@ -124,7 +124,7 @@ class _Lines(io.RawIOBase):
         super().close()
 
 def limit_lines(
-    f: io.BufferedIOBase,      # An open file, perhaps one that is unpacked as it is read
+    f: io.BufferedIOBase,      # An open file, which may be compressed
     path: str | Path,          # Path of the file, for the error
     max_bytes: int = MAX_LINE_BYTES,
 ) -> io.BufferedReader:
@@ -223,7 +223,7 @@ def check_link(
     group: 'h5py.Group',
     name: str, # Name in the group
 ) -> None:
-    "Raise `ReadError` for a link other than a hard one, which may leave the file, `KeyError` for a missing name."
+    "Raise `ReadError` for a soft or external link, which may leave the file, `KeyError` for a missing name."
     import h5py
     link = name.encode('utf-8', 'surrogateescape')
     if not group.id.links.exists(link): raise KeyError(f'{_short(name)} does not exist')
@@ -271,7 +271,7 @@ def read_attribute(
     if isinstance(value, np.ndarray) and value.size == 1: value = value.reshape(-1)[0]
     try:
         if isinstance(value, bytes): value = value.decode('utf-8')
-        if isinstance(value, str): value.encode('utf-8') # h5py lets other bytes pass, as surrogates
+        if isinstance(value, str): value.encode('utf-8') # h5py returns other bytes as surrogates
     except UnicodeError: raise ReadError('text that is not UTF-8') from None
     return value.strip('\0 \t\r\n') if isinstance(value, str) else value
 

@@ -62,7 +62,7 @@ class DayBalancedSampler:
     def batch(self,
         step: int, # Any step, in any order
     ) -> np.ndarray:
-        "Trials [batch_size] of the batch of a step, group by group and day by day."
+        "Trials [batch_size] of a step's batch, group by group and day by day."
         if self._groups: return np.concatenate([members[s.batch(step)] for members, s in self._groups])
         rng = np.random.default_rng([self.seed, step])
         drawn = rng.choice(self._optional, self.days_per_batch - len(self._required), replace=False)
@@ -123,7 +123,7 @@ def choose_buckets(
     if len(lengths) == 0: raise ValueError('there are no lengths to choose buckets for')
     needed = np.append(lengths, max(longest or 0, np.max(lengths)))
     edges, counts = np.unique(needed if round_length is None else round_length(needed), return_counts=True)
-    counts[-1] -= 1  # the longest must fit, but its padding does not count
+    counts[-1] -= 1  # the longest must fit, but its padding is free
     below = np.append(0, np.cumsum(counts))  # Trials shorter than each edge, and their total: C
     cost = np.triu(edges*(below[1:] - below[:-1, None])).astype(float) # Cost of a bucket for the lengths i … j
     cost[np.tril_indices(len(edges), -1)] = np.inf
@@ -163,7 +163,7 @@ def longest_in_batches(
 # %% ../../nbs/data/04_batches.ipynb #c032
 @intrinsic
 def _converted(typing_context, x, like):
-    "A number in the type of another one: float16 bits become a float32, other numbers stay unchanged."
+    "A number converted to another one's type: float16 bits become a float32, others stay unchanged."
     is_half = (x, like) == (types.uint16, types.float32)
     def codegen(context, builder, signature, args):
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType()) if is_half else args[0]
@@ -188,7 +188,7 @@ def fill_rows(
     starts: np.ndarray,  # Beginning of each row's array in `flat` [B]
     lengths: np.ndarray, # Numbers in it [B], at most N
 ) -> None:
-    """Fill each row with an array and zeros, at the speed of memory, while other threads run. Raises `ValueError` for
+    """Fill each row with an array and zeros, at the speed of memory; releases the GIL. Raises `ValueError` for
     arrays longer than a row, `TypeError` for other pairs of types."""
     longest = lengths.max(initial=0)
     if len(starts) != len(out) or longest > out.shape[1]:
@@ -200,7 +200,7 @@ def fill_rows(
 # %% ../../nbs/data/04_batches.ipynb #c038
 def _reference_counts(arrays: list) -> list[int]: return [sys.getrefcount(a) for a in arrays] # Its own included
 
-_UNUSED = _reference_counts([np.empty(0)])[0]  # Count of an array to which only the list refers
+_UNUSED = _reference_counts([np.empty(0)])[0]  # Count of an array that only the list holds
 
 class _Pool:
     "Arrays whose memory is reused once it is no longer referenced."
@@ -238,7 +238,7 @@ class Batcher:
         store: TrialStore,         # Trials that batches are made of
         buckets: Sequence[int],    # Lengths to pad to, ascending
         dtype: str = 'float32',    # Delivered type; float16 for accelerators that widen themselves
-        read: Callable | None = None, # Function of trials [B], lengths [B] and T that replaces reading the features
+        read: Callable | None = None, # Function of trials [B], lengths [B] and T that returns the features
     ):
         self.store = store
         self.buckets = list(buckets)
@@ -295,7 +295,7 @@ def prefetch(
         try:
             for item in items:
                 put(item)
-                del item  # A reference here would keep the memory of the batch from being reused
+                del item  # A reference here would block the reuse of its memory
                 if stop.is_set(): return
             put(_END)
         except BaseException as e: put(None, e)

@@ -44,7 +44,7 @@ class AccessError(DownloadError):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    "A file that a server offers."
+    "A file on a server."
     url: str
     name: str                   # Name of the local file
     size: int | None = None     # Bytes, if known beforehand
@@ -137,18 +137,18 @@ class _Transfer:
         "Begin with an empty file, and store the mark (ETag or date) in the server's headers."
         self.discard()
         tag = headers.get('ETag', '')
-        is_strong = tag and not tag.startswith('W/')  # A weak one does not promise the same bytes
+        is_strong = tag and not tag.startswith('W/')  # A weak one does not guarantee equal bytes
         write_whole(self.mark_path, tag if is_strong else headers.get('Last-Modified', ''))
 
     def range_headers(self) -> dict[str, str]:
-        "Headers that request the rest; empty if a mixture of two files would go unnoticed."
+        "Headers that request the rest; empty if a mixture of two files could go unnoticed."
         mark = self.mark_path.read_text() if self.mark_path.exists() else ''
         if not self.size or not (mark or self.file.checksum): return {}
         headers = {'Range': f'bytes={self.size}-'}
         return headers | {'If-Range': mark} if mark else headers
 
     def run(self) -> None:
-        "Open one connection: append its bytes, or start again if the server has another file now."
+        "Open one connection: append its bytes, or start again if the server has a new file."
         file = self.file
         if file.size is not None:
             if self.size == file.size: return
@@ -200,7 +200,7 @@ def download(
         if path.exists():
             if damage := file.damage(path):
                 raise DownloadError(f'{path}: {damage}; it is damaged or another file: delete it and run this again')
-            part.discard() # Its mark remains if the process was killed just before
+            part.discard() # Its ETag remains if the process was killed just before
             return path
         try: _persistently(part.run, file.url, lambda: part.size)
         except OSError as e:
@@ -239,7 +239,7 @@ def unpack_zip(
                  tqdm(total=size, unit='B', unit_scale=True, desc=f'unpack {path.name}', disable=not progress) as bar:
                 scratch.mkdir()
                 for m in members:
-                    archive.extract(m, scratch) # Reads no more than the size above, and compares a checksum
+                    archive.extract(m, scratch) # Reads at most the size above, and compares a checksum
                     bar.update(m.file_size)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, struct.error) as e:
         raise DownloadError(f'{path}: was not unpacked ({e}); delete it and fetch it again') from None

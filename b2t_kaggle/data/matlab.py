@@ -69,7 +69,7 @@ def _head(elements: Iterator[tuple[int, memoryview]]) -> tuple[int, list[int], s
 
 # %% ../../nbs/data/06_matlab.ipynb #c009
 def _name_of(kind: int, element: memoryview) -> str:
-    "Name of a variable; empty for an object, whose head is different."
+    "Name of a variable; empty for an object, whose header differs."
     if kind not in (_MATRIX, _COMPRESSED): raise ValueError(f'an element of type {kind}')
     if kind == _COMPRESSED: element = memoryview(zlib.decompressobj().decompress(element, 512))[8:]
     with suppress(ValueError): return _head(_elements(element))[2]
@@ -80,7 +80,7 @@ def _unpacked(packed: memoryview) -> memoryview:
     size = 8 + int.from_bytes(zlib.decompressobj().decompress(packed, 8)[4:], 'little')
     if expands_too_far(size, len(packed)): raise ValueError(f'{size:,} bytes of values compressed to {len(packed):,}')
     stream = zlib.decompressobj()
-    data = stream.decompress(packed, size + 1) # One more, or zlib does not compare its checksum
+    data = stream.decompress(packed, size + 1) # One more, or zlib skips its checksum
     if len(data) != size or not stream.eof: raise ValueError(f'{len(data):,} bytes of values that claim {size:,}')
     return memoryview(data)[8:]
 

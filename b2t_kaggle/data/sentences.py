@@ -21,11 +21,11 @@ class Writer:
         seed, # Seed for `np.random.default_rng`
     ):
         self._rng = np.random.default_rng(seed)
-        self._uniforms = []   # Drawn in advance, in reverse order
+        self._uniforms = []   # Drawn in advance, in reverse
         self._last_word = ''  # Last word or phrase that came from a list
 
     def _uniform(self) -> float:
-        "A number in [0, 1); a block is drawn at once, because single calls are slow."
+        "A number in [0, 1); drawn in blocks, because single calls are slow."
         if not self._uniforms: self._uniforms = self._rng.random(4096).tolist()[::-1]
         return self._uniforms.pop()
 
@@ -165,7 +165,7 @@ def _rules() -> dict[str, tuple[list, list]]:
 # %% ../../nbs/data/01_sentences.ipynb #c028
 @cache
 def _favourites(topic: str, cls: str, word: str) -> tuple[list, list]:
-    "The few words of class `cls` in `topic` that often occur with `word`, with cumulative weights; always the same."
+    "A fixed selection of words of class `cls` in `topic` that often occur with `word`, with cumulative weights."
     words, _ = lexicon()[topic][cls]
     seed = np.frombuffer(f'{topic} {cls} {word}'.encode().ljust(64, b'.')[:64], np.uint32)
     chosen = np.random.default_rng(seed).choice(words, min(4, len(words)), replace=False)

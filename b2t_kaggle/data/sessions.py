@@ -29,7 +29,7 @@ from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
 N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power
-_FEATURES_OF = {'t12': 256} # Participants with another number; of T12, 128 electrodes are used
+_FEATURES_OF = {'t12': 256} # Participants with another number; of T12's electrodes 128 are used
 PADDED_LENGTH = 500  # Length of seq_class_ids and transcription
 SPLITS = ('train', 'val', 'test')
 
@@ -240,7 +240,7 @@ _DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeErr
 _LONGEST = dict(input_features=MAX_BINS, seq_class_ids=MAX_LABELS, transcription=MAX_LABELS)
 
 def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
-    "The values of a dataset; if its type or shape is wrong, an array that has only these."
+    "The values of a dataset; if its type or shape is wrong, an empty array with these."
     dataset = reading.open_dataset(group, field)
     outline = np.broadcast_to(np.zeros((), dataset.dtype), dataset.shape or ())
     if not _has_type(outline, _fields('train', n)[field]): return outline
@@ -250,7 +250,7 @@ def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
     return dataset[()]
 
 def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
-    "Datasets and attributes of a trial of `n` features; an `Exception` stands for a value that cannot be read."
+    "Datasets and attributes of a trial of `n` features; an `Exception` replaces an unreadable value."
     raw = {}
     for field in _COMMON | _LABELS:
         try:
@@ -268,14 +268,14 @@ def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str
     def report(key, *fault): problems.append(Problem(str(path), key, '', *fault))
     if not keys: report('', 'no trials', 'groups trial_0000, trial_0001, …', 'remove the file, or fetch it again')
     gaps = [(key, f'trial_{i:04d}') for i, key in enumerate(keys) if key != f'trial_{i:04d}']
-    for key, expected in gaps[:1]:  # One gap shifts all names after it
+    for key, expected in gaps[:1]:  # One gap shifts all later names
         advice = 'trials are numbered from trial_0000 without a gap; number them again'
         report(key, f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
         try:
             reading.check_link(f, key)
             is_group = isinstance(item := f.get(key), h5py.Group)
-        except KeyError: is_group = False # The link leads nowhere
+        except KeyError: is_group = False # A broken link
         except ReadError as e:
             report(key, str(e), 'a group with datasets and attributes', 'it is left alone')
             continue
@@ -382,7 +382,7 @@ def _raw(self: Trial, path: Path) -> dict:
     padded = []
     for field, values in ('seq_class_ids', self.class_ids), ('transcription', [ord(c) for c in self.sentence]):
         values = np.asarray(values, dtype=np.int32)
-        if len(values) >= PADDED_LENGTH: # The official reader looks for the first zero as the end
+        if len(values) >= PADDED_LENGTH: # The official reader looks for a zero at the end
             raise SessionError(Problem(str(path), self.key, field, f'{len(values)} entries',
                                        f'at most {PADDED_LENGTH - 1}', 'shorten the sentence'))
         padded.append(np.pad(values, (0, PADDED_LENGTH - len(values))))
@@ -451,7 +451,7 @@ def _check_session_files(folder: Path) -> Iterator[Problem]:
         yield Problem(str(folder), '', '', 'no data file', _FILE_NAMES, 'remove the folder, or fetch its files')
 
 def _check_folders(data_dir: Path, selected: list[str] | None = None) -> Iterator[Problem]:
-    "Empty and missing sessions; with all selected, also folders that look like sessions, and no sessions."
+    "Empty and missing sessions; if all are selected, also folders that look like sessions."
     sessions = list_sessions(data_dir)
     for name in sorted(p.name for p in data_dir.iterdir()) if selected is None else selected:
         folder = data_dir/name
@@ -490,7 +490,7 @@ def validate(
             for path in sorted(_split_files(data_dir/session)):
                 before = file_state(path)
                 scan = [p for _, _, faults in _scan(path, seen, bad_trials, dtype, feature_subset) for p in faults]
-                if file_state(path) != before: # The change may cause other faults
+                if file_state(path) != before: # Changes may cause other faults
                     scan = [Problem(str(path), '', '', 'a change during the check', 'a file that stays as it is',
                                     'wait until it is complete, and check again')]
                 problems += scan

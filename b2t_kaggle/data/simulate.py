@@ -77,7 +77,7 @@ def simulate_dataset(
         bar = tqdm(as_completed(jobs), desc='simulate', unit=' sessions', total=n_sessions, disable=not progress)
         try:
             for job in bar: job.result()
-        finally: pool.shutdown(cancel_futures=True) # After an error, no other day begins
+        finally: pool.shutdown(cancel_futures=True) # No further day begins after an error
     write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir
 
@@ -110,7 +110,7 @@ SCHEDULE = [_day(line) for line in read_vocabulary('schedule')['']]
 
 # %% ../../nbs/data/02_simulate.ipynb #c014
 _MIN_WORDS = 4    # No Harvard sentence is shorter
-_DRAWS = 100_000  # Most attempts to draw a sentence; the rarest kind of short sentence comes far more often
+_DRAWS = 100_000  # Most attempts to draw a sentence; far more than the rarest kind of short sentence needs
 
 def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str]) -> str:
     if max_words < _MIN_WORDS:
@@ -157,7 +157,7 @@ def plan_trials(
     numbers = dict(train=train, val=val, test=test)
     held_out = set()
     rows = []
-    for of_held_out in True, False:  # all held-out sentences must be known before the first train sentence is drawn
+    for of_held_out in True, False:  # all held-out sentences must be known before train sentences are drawn
         for day in range(n_sessions):
             real = SCHEDULE[day].counts
             n = {split: real[split] if numbers[split] is None else numbers[split]*(real[split] > 0) for split in real}
@@ -200,7 +200,7 @@ def _durations(ids: np.ndarray, tempo: float, rng: np.random.Generator) -> np.nd
 
 # %% ../../nbs/data/02_simulate.ipynb #c028
 _SMOOTH = 3.0  # bins; standard deviation of the kernel with which movements follow their targets
-_JITTER = 0.1  # standard deviation with which a movement misses its target, in units of the features
+_JITTER = 0.1  # standard deviation of a movement's error, in units of the features
 
 def _kernel(std: float) -> np.ndarray:
     k = np.exp(-0.5*(np.arange(-int(3*std), int(3*std) + 1)/std)**2)
@@ -211,8 +211,8 @@ def movement(
     tempo: float,             # Factor on all durations
     rng: np.random.Generator, # Draws the durations, then the jitter
 ) -> tuple[np.ndarray, np.ndarray]: # Articulators float32 [T, D], class being spoken in each bin [T]
-    "The movements that say a sequence of classes."
-    ids = np.r_[SIL, class_ids[:-1], SIL]  # silence before; the last separator is part of the silence after
+    "The movements for a sequence of classes."
+    ids = np.r_[SIL, class_ids[:-1], SIL]  # silence before; the last separator belongs to the silence after
     n = _durations(ids, tempo, rng)
     jitter = _JITTER*rng.standard_normal((len(ids), TARGETS.shape[2]), dtype=np.float32)*(ids != SIL)[:, None]
     position = np.repeat(np.arange(len(ids)), n)        # of the class that is spoken in each bin
@@ -243,7 +243,7 @@ def _directions(rng: np.random.Generator) -> np.ndarray:
     "Preferred directions of all electrodes, [256, D], scaled to a standard deviation of one over the phonemes."
     preference = [np.where(np.isin(ARTICULATORS, preferred.split()), 1, 0.35) for _, preferred in _ARRAYS.values()]
     w = rng.standard_normal((N_ELECTRODES, len(ARTICULATORS)))*np.repeat(preference, _PER_ARRAY, axis=0)
-    w *= rng.gamma(0.5, size=w.shape)  # a few articulators weigh most
+    w *= rng.gamma(0.5, size=w.shape)  # a few articulators have most of the weight
     middle = TARGETS.mean(1)[1:SIL]
     over_phonemes = (middle - middle.mean(0)) @ w.T
     return w/(over_phonemes.std(0)[:, None] + 1e-6)
@@ -251,11 +251,11 @@ def _directions(rng: np.random.Generator) -> np.ndarray:
 # %% ../../nbs/data/02_simulate.ipynb #c034
 _TURN_DAYS = 75.      # time constant of the tuning, in days
 _TURN_SESSION = 0.92  # correlation of the tuning in two sessions without a pause
-_DIES = 0.02          # share of the living electrodes that die from one session to the next
+_DIES = 0.02          # share of the living electrodes that die between two sessions
 _RETURNS = 0.15       # share of the dead ones that come back
 
 def _wander(x: np.ndarray, new: np.ndarray, rho: float) -> np.ndarray:
-    "A step of an autoregressive process that keeps its variance and has the correlation `rho`."
+    "A step of an autoregressive process with constant variance and correlation `rho`."
     return rho*x + np.sqrt(1 - rho**2)*new
 
 # %% ../../nbs/data/02_simulate.ipynb #c037
@@ -266,7 +266,7 @@ class _Implant:
     gain: np.ndarray        # Log of the strength of the tuning [512]
     rate: np.ndarray        # Log of the base rate, relative [256]
     shared: np.ndarray      # Loadings of the shared noise [12, 512]
-    lag: np.ndarray         # Bins by which an electrode precedes the movement [256]; stays the same
+    lag: np.ndarray         # Bins by which an electrode precedes the movement [256]; constant
     alive: np.ndarray       # [256] bool
 
 def _draw_tuning(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -347,7 +347,7 @@ _NEIGHBOUR = 0.65      # and correlation of the rest between neighbours
 _SAME_SPIKES = 0.43    # Correlation of an electrode's crossings and log power at constant rates
 
 def _second_order(white: np.ndarray, tau, frequency=0.) -> np.ndarray:
-    "Noise [n, N] with the spectrum of an autoregressive process with two poles (memory in s, Hz), and unit variance."
+    "Noise [n, N] with unit variance and the spectrum of a two-pole autoregressive process (memory in s, Hz)."
     z = np.exp(-2j*np.pi*np.arange(len(white))/len(white))[:, None]
     pole = np.exp(0.02*(-1/tau + 2j*np.pi*frequency))
     response = 1/((1 - pole*z)*(1 - pole.conj()*z))
@@ -415,7 +415,7 @@ def _interfere(recorded: list[np.ndarray], size: float, day: int, block: int,
 
 # %% ../../nbs/data/02_simulate.ipynb #c058
 def _zscore(recorded: list[np.ndarray]) -> None:
-    "Mean zero and standard deviation one of each feature over the block; a feature that never changes becomes zero."
+    "Each feature scaled to mean zero and standard deviation one over the block; constant features become zero."
     n = sum(map(len, recorded))
     mean = (sum(f.sum(0, dtype=np.float64) for f in recorded)/n).astype(np.float32)
     variance = sum(np.square(f - mean).sum(0, dtype=np.float64) for f in recorded)/n
@@ -446,7 +446,7 @@ def simulate_block(
         movements.append(movement(class_ids, tempo, rng))
     recorded = []
     for (x, _), sentence, offset in zip(movements, trials.sentence, drift):
-        if sentence.startswith('['): x = np.zeros_like(x)  # nobody speaks an instruction
+        if sentence.startswith('['): x = np.zeros_like(x)  # no one speaks an instruction
         recorded.append(features(x, e, offset, rng))
     _zscore(recorded)
     if structured_noise:
@@ -494,7 +494,7 @@ def _claim(folder: Path, parameters: dict) -> None:
     write_whole(marker, json.dumps(parameters))
 
 # %% ../../nbs/data/02_simulate.ipynb #c073
-_TRIAL_BYTES = 8000 # Size of labels and HDF5 overhead, measured on files of few trials, which take most
+_TRIAL_BYTES = 8000 # Size of labels and HDF5 overhead, measured on small files, which have the most
 
 def _simulated_bytes(plan: pd.DataFrame) -> int:
     counts = plan.sentence.value_counts()

@@ -43,7 +43,7 @@ class StoreError(ValueError):
 @dataclass(frozen=True)
 class StoredTrial(Trial):
     "A trial as the store holds it: `features` [T, F] is a view of the mapped file, in the stored type."
-    day: int = -1 # Position of the session in the store's `sessions`
+    day: int = -1 # Index of the session in the store's `sessions`
 
 # %% ../../nbs/data/03_store.ipynb #c008
 class TrialStore:
@@ -133,7 +133,7 @@ class TrialStore:
 # %% ../../nbs/data/03_store.ipynb #c011
 @patch
 def parts(self: TrialStore,
-    trials: np.ndarray, # Indices [B]; a negative one, which is not a trial, counts for the first file
+    trials: np.ndarray, # Indices [B]; negative ones, which are not trials, count for the first file
 ) -> Iterator[tuple[Ragged, np.ndarray, np.ndarray]]:
     "Files with some of the trials: file, a mask of its trials [B], and their indices in the file."
     place = np.searchsorted(self._begins, np.maximum(trials, 0), 'right') - 1
@@ -153,7 +153,7 @@ class _Source:
                     raise StoreError(f'{folder}: session {s} is also in {place[s]}; each folder must hold the sessions '
                                      'of another participant')
                 place[s] = Path(folder)
-        self.sessions = list(place if sessions is None else sessions) # All sessions, which number the days
+        self.sessions = list(place if sessions is None else sessions) # All sessions; they number the days
         if missing := [s for s in self.sessions if s not in place]:
             hint = did_you_mean(missing[0], place, f'only {", ".join(place)}')
             raise StoreError(f'{" and ".join(map(str, folders))}: there is no session {missing[0]}{hint}')
@@ -165,7 +165,7 @@ class _Source:
             raise StoreError(f'all trials of a store must have the same number of features, found {examples}; name '
                              'the sessions of one participant (data.sessions), or give each its folder '
                              '(data.dataset_dir)')
-        self.n_features = n = max(first_with, default=N_FEATURES) # Trials with fewer are padded
+        self.n_features = n = max(first_with, default=N_FEATURES) # Others are padded
         self.subset = subset = None if subset is None else [int(f) for f in feature_indices(subset)]
         if subset is not None and (not subset or len({*subset}) < len(subset) or min(subset) < 0 or max(subset) >= n):
             raise StoreError(f'feature_subset must be different indices from 0 to {n - 1}, found {subset}')

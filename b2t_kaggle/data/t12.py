@@ -48,9 +48,9 @@ def import_t12(
         identities = {split: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for split, s in stats.items()}
         is_complete = all(session_path(out_dir, session, split).exists() for split in sources)
         if is_complete and imported.get(session) == identities: continue
-        numbers: Counter = Counter() # Trials of the session so far by block
+        numbers: Counter = Counter() # Trials of the session so far, by block
         with unchanged(sources.values(), 'imported'), replaced_folder(out_dir/session) as new:
-            scratch = new.parent/session # `write_session` takes the session from this name
+            scratch = new.parent/session # `write_session` reads the session from this name
             for split, source in sources.items():
                 try: write_session(scratch/f'data_{split}.hdf5', _DayFile(source, split).trials(numbers))
                 except SessionError as e: raise SessionError(replace(e.problem, file=str(source))) from None
@@ -76,7 +76,7 @@ def zscore_blocks(
     recorded: list[np.ndarray], # Features of the trials in the order of the file, [T, F] each
     blocks: np.ndarray,         # Block of each trial [N]
 ) -> list[np.ndarray]:          # [T, F] each
-    "Z-scored features as the public baseline's reader makes them (Willett et al. 2023)."
+    "Z-scored features as in the public baseline's reader (Willett et al. 2023)."
     scored = list(recorded)
     for block in np.unique(blocks):
         members = np.flatnonzero(blocks == block)
@@ -152,7 +152,7 @@ def _shape(x) -> str:
 # %% ../../nbs/data/07_t12.ipynb #c019
 def text_files(
     folder: str | Path,     # Folder of sessions, or of T12's MATLAB files
-    with_val: bool = False, # Also those of val
+    with_val: bool = False, # Whether to include val's
 ) -> list[Path]:
     "The files with the train sentences of a folder. Raises `SessionError` if it has no sentences."
     folder, splits = Path(folder), SPLITS[:1 + with_val]
@@ -230,5 +230,5 @@ def simulate_t12(
             path = folder/_FOLDERS[split]/f't12.2022.{name}.mat'
             if blocks: _simulate_file(path, blocks, split != 'test', e, (seed, day, part))
             else: path.unlink(missing_ok=True)
-            if split == 'train' and blocks: first = blocks[-1] + 1 # The other two share their blocks
+            if split == 'train' and blocks: first = blocks[-1] + 1 # The other two share blocks
     return folder

@@ -38,7 +38,7 @@ def _letters(name: str) -> str:
     return re.sub('[^a-z0-9]', '', name.lower().replace('×', 'x')).removeprefix('gpu')
 
 def kaggle_accelerator(name: str) -> KaggleAccelerator:
-    "An accelerator by its name or a unique beginning of it; raises `ValueError` for one that Kaggle does not lend."
+    "An accelerator by its name or a unique beginning of it; raises `ValueError` for an unknown one."
     wanted = _letters(name)
     fitting = [a for a in KAGGLE_ACCELERATORS.values() if wanted and _letters(a.name).startswith(wanted)]
     if len(fitting) == 1: return fitting[0]
@@ -54,7 +54,7 @@ def time_limit_hours(hours: float | None, kind: str, environ: Mapping[str, str] 
     return min(a.hours for a in KAGGLE_ACCELERATORS.values() if a.image == image) - _MARGIN
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c011
-FEW_BATCHES = 1000 # Largest number that is trained on a processor without asking
+FEW_BATCHES = 1000 # Most batches that are trained on a processor without asking
 
 def check_accelerator_present(kind: str, accelerator: str, n_batches: int, reason: str = '') -> None:
     "Raises `DeviceError` for a long training run on a processor that was not configured as the accelerator."
@@ -66,7 +66,7 @@ def check_accelerator_present(kind: str, accelerator: str, n_batches: int, reaso
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c014
 def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
-    "Print the device for training without starting it; returns what is wrong with it."
+    "Print the device for training without starting it; returns its problem."
     if framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:

@@ -62,7 +62,7 @@ class Detected:
 
     @property
     def kind(self) -> str:
-        "The best accelerator that is indicated, usable or not: `tpu`, `cuda` or `cpu`."
+        "The best accelerator with evidence, usable or not: `tpu`, `cuda` or `cpu`."
         if self.tpu: return 'tpu'
         return 'cuda' if self.gpus else 'cpu'
 
@@ -195,7 +195,7 @@ class Tpu:
 
     @property
     def devices(self) -> int | None:
-        "Devices that XLA shows on this host; None if unknown."
+        "Devices that XLA offers on this host; None if unknown."
         return self.chips * self.generation.devices if self.chips and self.generation else None
 
     def __str__(self):
@@ -282,11 +282,11 @@ class Device:
         return f'{self.kind} ({self.name}{several}), {self.precision}: {self.reason}'
 
     def with_reasons(self, *clauses: str) -> 'Device':
-        "The device with more clauses at the end of its reason; empty ones are left out."
+        "The device with clauses added to its reason; empty ones are ignored."
         return replace(self, reason=join_clauses(self.reason, *clauses))
 
 def join_clauses(*clauses: str) -> str:
-    "Reason with these clauses; empty ones are left out."
+    "Reason with these clauses added; empty ones are ignored."
     return '; '.join(clause for clause in clauses if clause)
 
 # %% ../../nbs/devices/01_machine.ipynb #c042
@@ -314,7 +314,7 @@ def refuse_float16(precision: str) -> None:
         raise DeviceError('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or auto')
 
 def unused_tpu(d: Detected, accelerator: str, problem: str) -> str:
-    "Clause about a TPU that `auto` does not choose; empty without a TPU, or if a device was named."
+    "Clause about a TPU that `auto` ignores; empty without a TPU, or if a device was named."
     return f'the TPU is not used: {problem}' if accelerator == 'auto' and d.tpu else ''
 
 # %% ../../nbs/devices/01_machine.ipynb #c043

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 
 # %% ../../nbs/devices/08_processes.ipynb #c005
 def _is_adopted() -> bool:
-    "Whether PID 1, running another program than this one, has become the parent."
+    "Whether PID 1 is the parent and runs another program than this one."
     if os.getppid() != 1: return False
     try: return os.readlink('/proc/1/exe') != os.readlink('/proc/self/exe')
-    except OSError: return True # The process of another user
+    except OSError: return True # Another user's process
 
 def end_with_parent(parent: int | None = None, outlives_thread: bool = False) -> None:
-    """Have this process killed when its parent is gone, or at once if it is; does nothing on Windows.
+    """Kill this process when its parent ends, or now if it has ended; does nothing on Windows.
 
-    `parent` is the parent's PID, by default the current one; `outlives_thread` says that the thread which started this
-    process may end before it."""
+    `parent` is the parent's PID, by default the current one; `outlives_thread` says that the
+    thread that started this process may end before it."""
     if os.name != 'posix': return
     expected = parent or os.getppid()
     def end(): os.kill(os.getpid(), signal.SIGKILL)
@@ -41,7 +41,7 @@ def end_with_parent(parent: int | None = None, outlives_thread: bool = False) ->
 
 # %% ../../nbs/devices/08_processes.ipynb #c009
 def own_code(code: str, parent: str, outlives_thread: bool = False) -> str:
-    "The code with a preamble: it finds the modules of this process, and ends with the parent of this PID."
+    "The code with a preamble: it finds this process's modules, and ends with the parent of this PID."
     paths = list(dict.fromkeys(map(str, sys.path)))
     return (f'import sys; sys.path[:] = {paths!a}; from b2t_kaggle.devices.processes import end_with_parent; '
             f'end_with_parent({parent}, {outlives_thread}); {code}')

@@ -44,7 +44,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.view(*x.shape[:-1], weight.shape[0])
 
 _op = getattr(torch.ops.mkldnn, '_linear_pointwise', None)
-if _op and _op not in flop_registry: # PyTorch does not count the operations of this one
+if _op and _op not in flop_registry: # PyTorch cannot count its operations
     register_flop_formula(_op)(lambda x_shape, weight_shape, *_, out_shape=None, **__: 2*prod(x_shape)*weight_shape[0])
 
 # %% ../../nbs/devices/09_products.ipynb #c009
@@ -63,7 +63,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 def products_with(weight: Tensor, n_rows: int) -> Callable[[Tensor], Tensor]:
-    "A function from `x` `[N, I]` to `x @ weight.T`, for many products; the weight is reordered only once."
+    "A function from `x` `[N, I]` to `x @ weight.T`, for repeated products; reorders the weight once."
     if _pays(weight, n_rows, (torch.float32, torch.bfloat16)):
         packed = torch.ops.mkldnn._reorder_linear_weight(_dense(weight), n_rows)
         return lambda x: _multiply(x, packed)
@@ -72,7 +72,7 @@ def products_with(weight: Tensor, n_rows: int) -> Callable[[Tensor], Tensor]:
 
 # %% ../../nbs/devices/09_products.ipynb #c012
 class _Linear(torch.autograd.Function):
-    "`F.linear` whose three products go through `product`."
+    "`F.linear` with its three products computed by `product`."
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
@@ -88,10 +88,10 @@ class _Linear(torch.autograd.Function):
         return d_x, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    "`F.linear` of `x` `[…, I]` to `[…, O]`, differentiable once if oneDNN computes it."
+    "`F.linear` of `x` `[…, I]` to `[…, O]`, once differentiable if oneDNN computes it."
     if torch.compiler.is_compiling() or not _pays(weight, x.numel() // x.shape[-1]): return F.linear(x, weight, bias)
     return F.linear(x, weight, bias) if torch.is_autocast_enabled('cpu') else _Linear.apply(x, weight, bias)
 
 class Linear(nn.Linear):
-    "`nn.Linear` by `linear`: the same parameters, names and initial values."
+    "`nn.Linear` computed by `linear`: equal parameters, names and initial values."
     def forward(self, x: Tensor) -> Tensor: return linear(x, self.weight, self.bias)

@@ -23,7 +23,7 @@ from .machine import NO_TPU, Detected, Device, DeviceError, Gpu, Tpu, detect, dr
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c006
 TENSORFLOW_TPU = '2.20.0' # The newest tensorflow-tpu
-LIBTPU = '0.0.31'         # The newest libtpu that it was seen to start with
+LIBTPU = '0.0.31'         # The newest libtpu with which it starts
 _PIP_TENSORFLOW_TPU = f"pip install 'tensorflow-tpu=={TENSORFLOW_TPU}' 'libtpu=={LIBTPU}'"
 
 def tensorflow_build(d: Detected) -> str:
@@ -37,7 +37,7 @@ def tensorflow_problem(d: Detected) -> str:
     "Reason that the installed TensorFlow cannot be imported, and a remedy; empty if it can."
     build = tensorflow_build(d)
     if not build: return 'TensorFlow is not installed; pip install b2t_kaggle[tf]'
-    # A libtpu that is too new ends the process that imports tensorflow-tpu
+    # A newer libtpu ends the process that imports tensorflow-tpu
     is_known = build == 'tensorflow-tpu' and _release(d.packages[build]) <= _release(TENSORFLOW_TPU)
     if not is_known or _release(d.packages.get('libtpu', '0')) <= _release(LIBTPU): return ''
     return (f'{build} {d.packages[build]} ends the process that imports it with libtpu {d.packages["libtpu"]}; '
@@ -80,7 +80,7 @@ def check_tensorflow(d: Detected, accelerator: str) -> None:
     if problem := tensorflow_problem(d): raise DeviceError(problem)
 
 def plan_tensorflow(d: Detected, accelerator: str = 'auto', precision: str = 'auto') -> Device:
-    """The device that TensorFlow would use, from facts alone.
+    """The device for TensorFlow, from facts alone.
 
     Raises `DeviceError` if a named device cannot be used, or if TensorFlow cannot be imported."""
     check_tensorflow(d, accelerator)

@@ -52,7 +52,7 @@ def tpu_problem(d: Detected) -> str:
 
 # %% ../../nbs/devices/03_torch.ipynb #c012
 def start_xla(device: Device) -> Device:
-    "The planned device with as many devices as torch_xla's runtime really drives; raises `DeviceError`."
+    "The planned device with the number of devices that torch_xla's runtime has; raises `DeviceError`."
     library = os.environ.get('TPU_LIBRARY_PATH')
     if library and not Path(library).is_file():
         raise DeviceError(f'TPU_LIBRARY_PATH={library} is not a file, and torch_xla would end the process over it; '
@@ -63,7 +63,7 @@ def start_xla(device: Device) -> Device:
         import torch_xla.runtime as xr
         return replace(device, n_devices=xr.global_runtime_device_count())
     except (ImportError, OSError, RuntimeError) as e:
-        if not was_set: del os.environ['PJRT_DEVICE']  # or the next `detect` would take it for the user's
+        if not was_set: del os.environ['PJRT_DEVICE']  # otherwise the next `detect` would see it
         line = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise DeviceError(f'PyTorch/XLA does not start on {device.name}: {line}. See that torch and torch_xla are a '
                           'pair and that no other process holds the TPU') from e
@@ -79,7 +79,7 @@ def _xla_cpu_device(d: Detected, precision: str) -> Device:
     return Device('xla', f"XLA's processor backend on {d.cpu}", chosen, reason, int(count) if count.isdecimal() else 1)
 
 def plan_torch(d: Detected, accelerator: str = 'auto', precision: str = 'auto') -> Device:
-    "The device that PyTorch would use, from facts alone. Raises `DeviceError` if a named device cannot be used."
+    "The device for PyTorch, from facts alone. Raises `DeviceError` if a named device cannot be used."
     machine.check_accelerator(accelerator)
     if accelerator == 'xla' and d.variables.get('PJRT_DEVICE') == 'CPU': return _xla_cpu_device(d, precision)
     problem = tpu_problem(d)
@@ -103,8 +103,8 @@ def pick_torch(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
-    """The device for PyTorch, ready for use. Imports torch, and torch_xla if that is the choice. Raises `DeviceError`
-    when a device is asked for by name and missing."""
+    """The device for PyTorch, ready for use. Imports torch, and torch_xla if that is the choice.
+    Raises `DeviceError` if a device was requested by name and is missing."""
     detected = detect('torch')
     device = plan_torch(detected, accelerator, precision)
     if device.kind != 'xla': return device

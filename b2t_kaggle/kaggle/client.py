@@ -33,7 +33,7 @@ class KaggleError(RuntimeError):
     "Request refused or prerequisite missing; the message says what to do."
 
 class UnreachableError(KaggleError):
-    "No answer, or a request to come back later."
+    "No answer, or an answer that asks to try later."
 
 class BusyError(UnreachableError):
     "Too many notebooks of this user are running."
@@ -58,7 +58,7 @@ def explain(text: str, request: str, status: int | None = 200) -> KaggleError:
     return (RefusedError if status in (403, 404) else KaggleError)(message)
 
 _T = TypeVar('_T')
-# A page in place of JSON is an error of the network as well
+# HTML instead of JSON is also a network error
 _NETWORK = (requests.RequestException, HTTPError, ConnectionError, TimeoutError, json.JSONDecodeError)
 
 def ask(request: str, function: Callable[..., _T], *args, **options) -> _T:
@@ -117,7 +117,7 @@ class Client:
 
 @patch
 def dataset_state(self: Client, dataset: str) -> str | None:
-    "`ready`, `failed`, `deleted`, or Kaggle's word for what it is doing; None if there is no such dataset."
+    "`ready`, `failed`, `deleted`, or Kaggle's word for its activity; None if there is no such dataset."
     try: return ask(f'dataset {dataset}', self.api.dataset_status, dataset)
     except RefusedError: return None
 
@@ -176,7 +176,7 @@ def kernel_state(self: Client, name: str) -> tuple[str | None, str]:
 
 @patch
 def log(self: Client, name: str) -> list[str]:
-    "Lines of a notebook's log as a terminal would show them in the end, without empty ones; none if it has no log."
+    "Lines of a notebook's final log as in a terminal, without empty ones; `[]` without a log."
     pieces = []
     with suppress(RefusedError):
         events = ask(f'log of {name}', self.api.kernels_logs_stream, name)

@@ -56,8 +56,8 @@ COMPETITION = 'brain-to-text-25'
 _RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
 _CHECKOUT = Path(b2t_kaggle.__file__).parents[1]
 _PAGE = 'https://www.kaggle.com/code/'
-_MARGIN = 1/6 # Hours between the end of a part and its time limit
-_MOST = 99 # Parts of a training, and trainings
+_MARGIN = 1/6 # Hours between a part's end and its time limit
+_MOST = 99 # Most parts of a training, and most trainings
 
 @dataclass(frozen=True)
 class Notebook:
@@ -82,7 +82,7 @@ class Plan:
     lm: str | None = None        # Dataset with the n-gram; None: one of the transcripts is made
     lm_source: str | None = None # Public model or file of which this dataset is made; None: it exists
     llms: list[str] = field(default_factory=list) # Datasets and models of Kaggle with an LLM
-    python: str | None = None    # Python of Kaggle's image, if it is not the one in `images.yaml`
+    python: str | None = None    # Python of Kaggle's image, if `images.yaml` has another
     __pydantic_config__ = dict(extra='forbid')
 
     def __post_init__(self):
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def n_parts(self) -> int | None:
-        "Parts of a training at most; None if it has as many as it needs."
+        "Most parts of a training; None if it has as many as it needs."
         return None if self.hours is None else math.ceil(self.hours/self.machine.hours)
 
     def _kernel(self, seed: int, *ends: str | int) -> str:
@@ -178,7 +178,7 @@ class Step:
     title: str                 # Title in words
     done: Callable[[], bool]   # Whether it is done
     do: Callable[[], Any]
-    by_hand: list[str]         # Commands that do the same; empty for a step that is not needed by hand
+    by_hand: list[str]         # Commands that do the same; empty for steps that are not needed by hand
     now: Callable[[], list[str]] = list # Details, in lines
 
 @dataclass
@@ -186,7 +186,7 @@ class Cycle:
     "The steps of a plan."
     plan: Plan
     folder: Path             # Folder of the cycle
-    client: Client = None    # None to print the steps only
+    client: Client = None    # None only prints the steps
     retry: bool = False      # Whether a failed notebook is pushed again
     unfinished: bool = False # Whether a model may be submitted before its training is finished
     pushed: set[str] = field(default_factory=set) # Notebooks pushed by this process
@@ -197,7 +197,7 @@ class Cycle:
         return self.folder/'output'/Path(notebook.kernel).name
 
     def steps(self, submit: bool = False) -> Iterator[Step]:
-        "The steps in order; without a client, those of one part if the hours do not say how many there are."
+        "The steps in order; without a client, those of one part if the hours do not give the number."
         yield from (self._join(), self._make_wheels(), self._push_dataset(self.plan.wheels))
         if (lm := self.plan.lm) and (source := self.plan.lm_source):
             yield from (self._make_lm(lm, source), self._push_dataset(lm))
@@ -232,7 +232,7 @@ class Cycle:
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c017
 def training_problem(run: Path, before: Path | None = None) -> str:
-    "The reason why a run cannot be continued, or empty; `before` is the run of the previous part."
+    "The reason why a run cannot continue, or empty; `before` is the run of the previous part."
     if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is not a run'
     if in_stamp(run, 'train', 'metrics') is None:
         return f'{run}: has no stages/train.json, or half of it, so its training did not end by itself'
@@ -249,18 +249,18 @@ def is_finished(run: Path) -> bool:
     return in_stamp(run, 'train', 'finished') is True
 
 def unfinished_stages(folder: Path) -> dict[str, Any]:
-    "Figures of the stages that ended before all trials were done, in the output of a submission."
+    "Figures of stages that ended before all trials were done, in a submission's output."
     run = folder/'run'
     names = sorted(path.stem for path in (run/'stages').glob('*.json'))
     return {name: in_stamp(run, name, 'metrics') for name in names
             if in_stamp(run, name, 'finished') is False and not in_stamp(run, name, 'metrics', 'failed')}
 
 def llm_failure(folder: Path) -> str:
-    "The error of an LLM in the output of a submission, which then has the sentences of the n-gram, or empty."
+    "The LLM's error in a submission's output, in which case the n-gram's sentences were used, or empty."
     return in_stamp(folder/'run', 'rescore', 'metrics', 'failed') or ''
 
 def submission_problem(folder: Path, before: Path | None = None) -> str:
-    "The reason why the CSV in an output of `submit.ipynb` must not be sent, or empty."
+    "The reason not to send the CSV of `submit.ipynb`, or empty."
     path, original = folder/'submission.csv', folder/'run'/'submission.csv'
     rows = in_stamp(folder/'run', 'submit', 'metrics', 'rows')
     if type(rows) is not int:
@@ -330,7 +330,7 @@ def _push_dataset(self: Cycle, name: str) -> Step:
     def do():
         if (before := state()) is None or is_processed():
             try: self.client.push_dataset(folder, name, before and 'once more')
-            except KaggleError: # The client repeats a request whose answer was lost, and then the dataset exists
+            except KaggleError: # The client repeats unanswered requests, so the dataset may exist
                 if before or state() is None: raise
         _wait_for(is_processed, f'dataset {name}')
         if state() == 'failed':
@@ -390,7 +390,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         for old in (output, *output.parent.glob(f'{output.name}.*.part')): shutil.rmtree(old, ignore_errors=True)
         self.client.push_kernel(self._write_notebook(made))
         self.pushed.add(kernel)
-        time.sleep(POLL) # Until then an earlier version's state may be reported
+        time.sleep(POLL) # Until then Kaggle may report an earlier version
         _wait_for(lambda: self.client.kernel_state(kernel)[0] is not None, kernel)
 
     inputs = ', '.join([COMPETITION, *notebook.datasets, *notebook.kernels])
@@ -501,7 +501,7 @@ def _send(self: Cycle, runs: list[Path], outputs: list[Path]) -> Step:
                 [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}'], now)
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c035
-_WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next request if Kaggle did not answer
+_WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next request after no answer
 
 @patch
 def carry_out(self: Step) -> None:
@@ -525,7 +525,7 @@ def carry_out(self: Step) -> None:
 
 @patch
 def _change_python(self: Cycle, error: KaggleError) -> None:
-    "Plan wheels for the Python of the image that a failed notebook's log names; raises the error if it names none."
+    "Plan wheels for the image's Python, from a failed notebook's log; raises the error if it is not there."
     image, owner = self.plan.machine.image, self.plan.name.partition('/')[0]
     python = re.search(r'wheels for Python (3\.\d+)', str(error))
     if not python or python[1] == Image.read(image, self.plan.python).python: raise error
@@ -537,7 +537,7 @@ def _change_python(self: Cycle, error: KaggleError) -> None:
 
 @patch
 def go(self: Cycle, submit: bool = False) -> Path:
-    "Carry out what is left of a cycle, and return the CSV. Raises `KaggleError` with what to do."
+    "Carry out the rest of a cycle, and return the CSV. Raises `KaggleError` with what to do."
     self.folder.mkdir(parents=True, exist_ok=True)
     with Lock(self.folder/'cycle.lock', f'the cycle {self.folder}'):
         try:
@@ -562,7 +562,7 @@ def report(self: Cycle) -> Iterator[str]:
 
 @patch
 def by_hand(self: Cycle) -> Iterator[str]:
-    "Write the notebooks, and list the commands that do by hand what `go` does."
+    "Write the notebooks, and list commands that replace `go`."
     parts = self.plan.n_parts or 1
     for seed in range(1, self.plan.seeds + 1):
         for part in range(1, parts + 1): self._write_notebook(self.plan.training(seed, part))

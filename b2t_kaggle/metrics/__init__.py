@@ -52,7 +52,7 @@ IN_SAMPLE = '(tuned on these sentences)' # Mark after a rate that is too optimis
 def hundredths(
     value: float, # A rate or a difference of rates
 ) -> str:
-    "A hundred times the value, with one decimal, or with two if that would read 0.0."
+    "A hundred times the value, with one decimal, or two if it would read 0.0."
     return f'{100*value:.1f}' if not value or abs(value) >= 0.0005 else f'{100*value:.2f}'
 
 def percent(rate: float) -> str:
@@ -147,7 +147,7 @@ def error_table(
     name: str = 'session',         # Name of the index: the kind of group
 ) -> 'pd.DataFrame':               # One row for each group in order of appearance, then `all`
     "Trials, reference length, edits and error rate by group; raises `ValueError` if the two do not pair up."
-    import pandas as pd  # Here, because programs that only need a rate need not wait for it
+    import pandas as pd  # Programs that only need a rate do not import pandas
     counts, groups = list(counts), list(groups)
     if len(counts) != len(groups):
         raise ValueError(f'found {len(counts)} trials and {len(groups)} groups, expected one {name} for each trial')

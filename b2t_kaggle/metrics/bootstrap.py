@@ -21,7 +21,7 @@ def bootstrap_rates(
     length: Sequence[int], # Reference tokens of each trial [N]
     n: int = 2_000,        # Number of draws of N trials
 ) -> np.ndarray:           # Edits per token of each draw [n]
-    "Rates in trials drawn again, with replacement (Bisani and Ney, 2004). Raises `ValueError` if there are no trials."
+    "Rates of resampled trials, with replacement (Bisani and Ney, 2004). Raises `ValueError` if there are no trials."
     if not len(edits): raise ValueError('found no trials, expected one or more to draw from')
     kinds, counts = np.unique(np.stack([edits, length], axis=1), axis=0, return_counts=True)
     draws = np.random.default_rng(0).multinomial(counts.sum(), counts/counts.sum(), size=n) # [n, kinds]
@@ -51,7 +51,7 @@ class Difference(NamedTuple):
         "Whether the interval excludes zero."
         return self.low > 0 or self.high < 0
 
-FEW_TRIALS = 10 # With fewer trials the intervals are too narrow to be believed
+FEW_TRIALS = 10 # Fewer trials give intervals that are too narrow
 
 def _interval(edits: Sequence[int], length: Sequence[int]) -> list[float]:
     low, high = np.quantile(bootstrap_rates(edits, length), [0.025, 0.975])
@@ -97,7 +97,7 @@ def smallest_clear_difference(
     b: Sequence[ErrorCounts],       # Counts of each trial, second system
     words: int = LEADERBOARD_WORDS, # Words of the test
 ) -> float:                         # Difference of rates
-    """The smallest difference of two systems that is beyond chance on a test of so many words.
+    """The smallest significant difference of two systems on a test with this number of words.
 
     It is 1.96 · s · √(n/words), with the standard error s of the difference on the n words of these trials. Raises
     `ValueError` for different trials."""
@@ -120,7 +120,7 @@ class Gain(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        "Whether the interval of the difference excludes zero, with enough trials to believe it."
+        "Whether the interval of the difference excludes zero, with enough trials to trust it."
         return self.difference.is_clear and self.trials >= FEW_TRIALS
 
     def is_kept(self,
@@ -149,7 +149,7 @@ def gain_figures(gain: Gain, is_kept: bool) -> dict[str, Any]:
     return gain._asdict() | dict(difference=list(gain.difference), kept=is_kept)
 
 def gain_of(figures: Mapping[str, Any]) -> Gain | None:
-    "The gain in a stage's figures; None if there is no `gain_figures`."
+    "The gain in a stage's figures; None if there are no `gain_figures`."
     if not figures.keys() >= {*Gain._fields, 'kept'}: return None
     values = {name: figures[name] for name in Gain._fields}
     return Gain(**values | dict(difference=Difference(*values['difference'])))

@@ -137,7 +137,7 @@ def _positions(labels: list[str], order: Collection[str]) -> dict[str, list[int]
     return {label: [i for i, x in enumerate(labels) if x == label] for label in order if label in labels}
 
 def trial_groups(results: pd.DataFrame) -> dict[str, dict[str, list[int]]]:
-    "Positions of all trials, and of those by corpus, length, seen or unseen sentence, and session, as far as known."
+    "Row indices of all trials, and by corpus, length, seen or unseen sentence, and session, if known."
     groups = {'all': {'all': list(range(len(results)))}}
     def add_known(column):
         names = [name if isinstance(name, str) else 'not known' for name in results[column]]
@@ -189,7 +189,7 @@ def summary_tables(
 ) -> dict[str, pd.DataFrame]:            # Tables by measure, for measures that all systems have
     """A row for each system: errors, rate, and the difference from the first one.
 
-    For words also that difference on the leaderboard, and the number from which it would be beyond chance."""
+    For words also that difference on the leaderboard, and the smallest significant one."""
     tables = {}
     for m, systems in _shared_measures(results).items():
         (name, first), *others = systems.items()
@@ -261,7 +261,7 @@ def verdict(
 def disagreement(
     texts: Mapping[str, Mapping[str, str]], # Sentence of each trial, by system
 ) -> pd.DataFrame:                          # A row and a column for each system
-    "Words in which two systems differ, as a share of the words of one, on the trials that both have."
+    "Words in which two systems differ, as a share of one's words, on their common trials."
     table = pd.DataFrame(0., index=list(texts), columns=list(texts))
     for a, b in itertools.combinations(texts, 2):
         x, y = ([texts[name][t] for t in texts[a] if t in texts[b]] for name in (a, b))

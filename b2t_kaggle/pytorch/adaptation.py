@@ -62,7 +62,7 @@ class Adapter:
         day: int,              # Index of the trial's day
         log_probs: np.ndarray, # Log-probabilities of the trial with the present weights `[T', K]`
         label: np.ndarray,     # Pseudo-label of the trial `[S]`
-        step: int,             # Number of the trial, from which all randomness follows
+        step: int,             # Number of the trial, which determines all random numbers
     ) -> str | None:
         "Take a step and return None, or leave the weights unchanged and return the reason."
         options = self.options
@@ -115,7 +115,7 @@ def _copies(self: Adapter, x: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
 
 @patch
 def _loss(self: Adapter, x: Tensor, n_bins: Tensor, day: int, label: np.ndarray) -> Tensor:
-    "Mean CTC loss of copies of a trial, whose features are as the model sees them `[B, T, F]`."
+    "Mean CTC loss of copies of a trial, given the model's input `[B, T, F]`."
     B = len(x)
     logits = self.model(x, self._tensor(np.full(B, day)), n_bins=n_bins)
     labels = self._tensor(np.tile(label, (B, 1)))
@@ -147,8 +147,8 @@ def label_problem(
 
 # %% ../../nbs/pytorch/16_adaptation.ipynb #c022
 def _days_for(sessions: Sequence[str], trained: Sequence[str]) -> dict[str, int]:
-    """The model's day of each session: the session's, or else the last one before it of the same participant, or the
-    participant's first."""
+    """The model's day of each session: its own, else the last one before it of the same
+    participant, else the participant's first."""
     def nearest(session):
         same = [s for s in trained if participant_of(s) == participant_of(session)] or trained
         return max((s for s in same if s < session), default=min(same))
@@ -163,8 +163,9 @@ def adapt_to(
     label_of: LabelOf,      # Makes pseudo-labels
     progress: bool = True,  # Show a progress bar
 ) -> tuple[list[np.ndarray], pd.DataFrame]:
-    """Log-probabilities `[T', K]` of each trial, in the order of the store; and a row for each in the order of
-    recording: session, block, trial, and why the model did not learn from it (`refused`, None if it did)."""
+    """Log-probabilities `[T', K]` of each trial, in the order of the store; and a table in the
+    order of recording: session, block, trial, and why the model did not learn from it (`refused`,
+    None if it did)."""
     adapter = Adapter(model, cfg, options, backend)
     day_of = _days_for(store.index.session.unique(), cfg.data.known_sessions)
     arrays: dict[int, np.ndarray] = {}
@@ -190,8 +191,9 @@ def infer_adapted(
     *,
     progress: bool = True,     # Show a progress bar
 ) -> LogitStore:
-    """Log-probabilities of a model that adapts, written atomically; `learned` in their provenance counts the
-    trials that it learned from. Raises `CheckpointError`, or `TrainingError` if model, trials or device do not fit."""
+    """Write log-probabilities of a model that adapts, atomically; `learned` in their provenance
+    counts the trials used for learning. Raises `CheckpointError`, or `TrainingError` if model,
+    trials or device do not fit."""
     model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)

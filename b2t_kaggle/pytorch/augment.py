@@ -32,12 +32,12 @@ def add_noise(
 # %% ../../nbs/pytorch/04_augment.ipynb #c009
 def cut_start(
     x: Tensor,         # Features `[B, T, F]`
-    cut: int | Tensor, # Bins to drop; a tensor on the device if each number would be compiled again
+    cut: int | Tensor, # Bins to drop; a tensor on the device avoids a compilation for each number
 ) -> Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
     B, T, C = x.shape
     if isinstance(cut, Tensor):
-        bins = (torch.arange(T, device=x.device) + cut).clamp(max=T)  # T is the bin of zeros that is added
+        bins = (torch.arange(T, device=x.device) + cut).clamp(max=T)  # T is the added bin of zeros
         return F.pad(x, (0, 0, 0, 1)).index_select(1, bins)
     return torch.cat([x[:, cut:], x.new_zeros(B, cut, C)], 1) if cut else x
 
@@ -74,7 +74,7 @@ def channel_mask(
 
 # %% ../../nbs/pytorch/04_augment.ipynb #c018
 class Augment:
-    "Features as they come from the store to features as the model sees them; one object per run."
+    "Turns stored features into the model's input; one object per run."
     def __init__(self, cfg: AugmentConfig, seed: int):
         self.cfg = cfg
         self.seed = seed
@@ -87,7 +87,7 @@ class Augment:
     def train(self,
         x: Tensor,      # Features `[B, T, F]`
         n_bins: Tensor, # Bins of each trial `[B]`
-        step: int,      # Training batch, from which all randomness follows
+        step: int,      # Training batch, which determines all random numbers
     ) -> tuple[Tensor, Tensor]:
         "Augmented features, float32 `[B, T, F]`, and the trials' new lengths `[B]`."
         seed = step_seed(self.seed, step)
@@ -100,7 +100,7 @@ class Augment:
         cut: int | Tensor,                 # From `draw_cut`
         generator: torch.Generator | None, # On the device of `x`; None means the default generator
     ) -> tuple[Tensor, Tensor]:
-        "`train` with its random numbers given: `[B, T, F]` and `[B]`. The operations depend only on the shape of `x`."
+        "`train` with given random numbers: `[B, T, F]` and `[B]`. The operations depend only on the shape of `x`."
         cfg = self.cfg
         x = add_noise(x.float(), cfg, generator)
         x = self.eval(cut_start(x, cut))

@@ -34,7 +34,7 @@ def save_atomic(
     value: dict,      # Content that `torch.save` can write
     path: str | Path, # The file
 ) -> None:
-    "`torch.save` that never leaves half a file under `path`."
+    "`torch.save` that never leaves an incomplete file at `path`."
     with atomic_path(path, durable=True) as scratch, open(scratch, 'wb') as f: torch.save(value, f)
 
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c008
@@ -68,14 +68,14 @@ def load_file(
                 if bad: raise ValueError(f'the record {bad!r} is not as it was written')
         with torch.serialization.safe_globals(_SAFE):
             content = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e: raise CheckpointError(f'{path}: {_reason(e)}') from None # Any: a pickle can raise anything
+    except Exception as e: raise CheckpointError(f'{path}: {_reason(e)}') from None # A pickle can raise anything
     if not isinstance(content, dict):
         raise CheckpointError(f'{path}: holds one {type(content).__name__}, expected weights by name and what belongs '
                               'to them; give a checkpoint of this kit or of the official one')
     return content
 
 def _reason(e: Exception) -> str:
-    "Reason that a file was not loaded, and a remedy, without PyTorch's advice to also load programs."
+    "Reason that a file was not loaded, and a remedy; leaves out PyTorch's advice to allow any code."
     if named := re.search(r'GLOBAL ([\w.]+)', str(e)):
         return (f'not loaded, because it holds more than weights ({named[1]}); expected a PyTorch checkpoint of '
                 'tensors and numbers, give the state dict of that model')
@@ -94,7 +94,7 @@ def check_weights(
     for name, w in state.items():
         if not isinstance(name, str): raise CheckpointError(f'{path}: found a weight named {name!r}, expected text')
         is_dense = isinstance(w, Tensor) and w.layout == torch.strided and w.device.type == 'cpu'
-        # A view of stride 0 has less memory than numbers
+        # A view of stride 0 takes less memory than its numbers
         if is_dense and w.untyped_storage().nbytes() >= w.nbytes and not (w.is_quantized or w.is_complex()): continue
         kind = f'a tensor of {w.dtype}, {w.layout} on {w.device}' if isinstance(w, Tensor) else type(w).__name__
         raise CheckpointError(f'{path}: the weight {name} is {kind}, expected a dense tensor of real numbers; '
@@ -121,7 +121,7 @@ def load_state(
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c016
 @contextmanager
 def _at_most(n: int, path: Path) -> Iterator[None]:
-    "A model that is built in this block raises `CheckpointError` as soon as it has more numbers."
+    "Building a model with more numbers in this block raises `CheckpointError`."
     count = 0
     def add(module, name, value):
         nonlocal count
@@ -147,8 +147,8 @@ def weights_file(
 def load_with_facts(
     path: str | Path, # Our file, the official `checkpoint` folder, or the folder that holds it
 ) -> tuple[Encoder, Config, dict]:
-    """A model in evaluation mode, its configuration, whose `data.sessions` are its days in order, and all other
-    contents of the file. Raises `CheckpointError`."""
+    """A model in evaluation mode, its configuration, whose `data.sessions` are its days in order,
+    and the rest of the file. Raises `CheckpointError`."""
     path = weights_file(path)
     content = load_file(path)
     if 'model_state_dict' not in content:
@@ -170,7 +170,7 @@ def load_with_facts(
 
 def load_model(
     path: str | Path,          # Trained model, as for `load_with_facts`
-    unseen: str | None = None, # Use that forbids training on val, as the end of a sentence
+    unseen: str | None = None, # Purpose that forbids a model trained on val, to end a sentence
 ) -> tuple[Encoder, Config]:
     "A model in evaluation mode, and its configuration. Raises `CheckpointError`."
     model, cfg, facts = load_with_facts(path)
@@ -187,9 +187,9 @@ def load_weights(
 
 def load_reference(
     path: str | Path, # Weights that another implementation of an encoder saved, such as icefall's of a Zipformer
-    cfg: Config,      # The configuration that they are to fill
+    cfg: Config,      # Configuration of the model to fill
 ) -> Encoder:
-    """Model with these weights in the part that both implementations share, and with initial weights elsewhere. Raises
+    """Model with these weights in the part that both implementations share, and initial weights elsewhere. Raises
     `CheckpointError` if the weights do not fit."""
     content = load_file(path)
     torch.manual_seed(cfg.train.seed)
@@ -201,7 +201,7 @@ def load_reference(
 
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c021
 _OFFICIAL_PARTS = ('day_weights', 'day_biases', 'gru', 'out', 'h0')
-_COMPILED = '_orig_mod.' # torch.compile, which the official trainer calls first, puts this before each name
+_COMPILED = '_orig_mod.' # Prefix of each name by torch.compile, which the official trainer calls first
 
 def to_official_state(
     state: Mapping[str, Tensor], # Weights of `GRUDecoder`, with `day_weights` `[D, F, F]` and `day_biases` `[D, 1, F]`
@@ -240,7 +240,7 @@ def save_official(
     model: Encoder,               # Ours
     cfg: Config,                  # Configuration of the model, with `data.sessions`
     folder: str | Path,           # Receives `checkpoint/args.yaml` and `checkpoint/best_checkpoint`
-    val_per: float | None = None, # The validation PER it reached, as a fraction
+    val_per: float | None = None, # The model's validation PER, as a fraction
 ) -> Path:
     """Write a model as the official evaluation reads it, into `folder/checkpoint`, which is returned. Raises
     `CheckpointError` for a model that the kit does not have."""

@@ -29,7 +29,7 @@ def log_add_exp(
     a: Tensor, # Logarithms, of any shape `[…]`
     b: Tensor, # Logarithms of the same shape `[…]`
 ) -> Tensor:
-    "ln(eᵃ + eᵇ) `[…]`; −∞ where both are. On XLA by operations that its compiler knows."
+    "ln(eᵃ + eᵇ) `[…]`; −∞ where both are. On XLA by operations that its compiler fuses."
     if a.device.type != 'xla': return torch.logaddexp(a, b)
     top = torch.maximum(a, b).clamp(min=torch.finfo(a.dtype).min)
     return top + ((a - top).exp() + (b - top).exp()).log()
@@ -59,7 +59,7 @@ def alignment(
     """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame `[T', B, N]`,
     by the forward-backward algorithm (Graves et al., 2006).
 
-    Where no path exists the former is infinite and the latter nan."""
+    If no path exists, the loss is infinite and the posteriors are nan."""
     T, B, _ = log_probs.shape
     N = states.shape[1]
     device = log_probs.device
@@ -130,7 +130,7 @@ def _checked(log_probs: Tensor, targets: Tensor, frames: Tensor | Sequence[int],
         if lengths.is_cpu and ((lengths < 0) | (lengths > largest)).any():
             raise ValueError(f'{name} must lie between 0 and {largest}; found {lengths.tolist()}')
     if targets.ndim == 1:
-        # On a device the host would have to wait for the shape
+        # Reading the shape would make the host wait
         if not n_labels.is_cpu or n_labels.sum() != len(targets):
             raise ValueError('concatenated targets need target_lengths on the host that add up to their number')
         targets = pad_sequence(targets.split(n_labels.tolist()), batch_first=True)
@@ -151,8 +151,8 @@ def ctc_loss(
     reduction: str = 'mean',                # 'none', 'sum', or 'mean': over the trials, of the loss per label
     zero_infinity: bool = False,            # Whether a trial whose labels do not fit counts as zero instead of infinite
 ) -> Tensor:                                # A number, or `[B]` without a reduction
-    """`F.ctc_loss` (Graves et al., 2006) that stays on its device and computes in float32 or wider. Raises `ValueError`
-    for arguments that do not fit, as far as they are on the host."""
+    """`F.ctc_loss` (Graves et al., 2006) that stays on its device and computes in float32 or
+    wider. Raises `ValueError` for arguments on the host that do not fit."""
     targets, frames, n_labels = _checked(log_probs, targets, input_lengths, target_lengths, blank, reduction)
     frames, n_labels = frames.to(log_probs.device), n_labels.to(log_probs.device)
     states = _states(targets.to(log_probs.device), n_labels, blank)

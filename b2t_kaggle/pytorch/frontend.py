@@ -42,7 +42,7 @@ class Frames:
         return y if self.order is None else permute(y, self.order.to_trials, self.order.from_trials)
 
     def unpack(self, y: Tensor, by_trial: bool = False) -> Tensor:
-        "Frames in the order of time, or `by_trial`, as a rectangle `[B, T', ·]`; zeros beyond a trial's own."
+        "Frames in the order of time, or `by_trial`, as a rectangle `[B, T', ·]` with zeros after each trial."
         if self.order is None: return y.transpose(0, 1)
         if by_trial: y = permute(y, self.order.from_trials, self.order.to_trials)
         flat = y.new_zeros(self.n_trials * self.n_frames, y.shape[1]).index_copy(0, self.order.padded, y)
@@ -50,7 +50,7 @@ class Frames:
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c010
 class Frontend(Encoder):
-    "The first layers of an encoder, which derives from it and calls `frames`: days, softsign, dropout, patches."
+    "The first layers of an encoder: days, softsign, dropout, patches; derive from it and call `frames`."
     cfg: PatchedConfig
 
     def __init__(self,
@@ -70,16 +70,16 @@ class Frontend(Encoder):
 
     @property
     def frame_dim(self) -> int:
-        "Numbers in a frame, I = patch_size · F."
+        "Length of a frame, I = patch_size · F."
         return self.cfg.neural_dim * max(self.cfg.patch_size, 1)
 
     def frames(self,
         x: Tensor,                    # Features `[B, T, F]`, smoothed
         day_idx: Tensor,              # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
-        n_bins: Tensor | None = None, # Bins of each trial `[B]`; what lies beyond is not computed where that saves time
+        n_bins: Tensor | None = None, # Bins of each trial `[B]`; later bins are skipped if that saves time
     ) -> Frames:
-        """Patches of features that went through their day's layer. Raises `ValueError` for bins too few to make a
-        frame, or days that are not one whole number per trial."""
+        """Patches of features after their day's layer. Raises `ValueError` for too few bins for a
+        frame, or unless there is a whole number per trial in `day_idx`."""
         check_bins(x, self.cfg.patch_size)
         day_idx = check_days(x, day_idx)
         if self.cfg.participants: x = self.by_participant(mask_padding(x, n_bins), day_idx, n_bins)

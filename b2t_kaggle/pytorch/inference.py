@@ -70,20 +70,20 @@ def logits_of(
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The model's configuration
     backend: Backend,       # The device; with several processes each gets a part of the batches
-    batch_size: int,        # Largest number of trials in a batch, summed over processes if they share a processor
+    batch_size: int,        # Most trials in a batch, summed over processes on one processor
     *,
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # `same` or `valid`, see `training.trials.smoothing_edges`
     trials: Sequence[int] | None = None, # Indices of the trials; None means all
     args: Callable[[np.ndarray], dict] | None = None, # Further model inputs for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
-    """Batches with the features that the model reads, logits `[B, T', K]`, float32, on the device, or whatever
-    `args` make of them, and frames `[B]`."""
+    """Batches with the model's input, logits `[B, T', K]`, float32, on the device, or the output
+    for `args`, and frames `[B]`."""
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
     first, last = smoothing_edges(store, cfg, smoothing)
     batcher = Batcher(store, bucket_lengths(store, cfg, backend.static_shapes), delivered_dtype(store, backend))
-    rows = batch_size # Trials that this process computes at once: as many for each device of a static mesh
+    rows = batch_size # Trials computed at once here: equally many on each device of a mesh
     if backend.static_shapes: rows = -(-batch_size // backend.n_devices) * backend.n_devices
     elif backend.device.kind == 'cpu': rows = -(-batch_size // backend.world_size)
     chosen = np.arange(len(store)) if trials is None else np.asarray(trials, int)
@@ -97,7 +97,7 @@ def logits_of(
         return b, cfg.model.n_frames(n_bins), backend.put(b.features), backend.put(day), backend.lengths(n_bins)
 
     def forward(x, day, n_bins, trials):
-        if first: x = F.pad(x[:, first:], (0, 0, 0, first)) # The same shape, which a compiler knows
+        if first: x = F.pad(x[:, first:], (0, 0, 0, first)) # Keep the compiled shape
         with backend.autocast(): out = model(x, day, n_bins=n_bins, **(args(trials) if args else {}))
         return out.float() if isinstance(out, Tensor) else out
 
@@ -115,7 +115,7 @@ def evaluate(
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The run's configuration
     backend: Backend,       # The device
-    step: int = 0,          # Training steps that are done, on which terms may depend
+    step: int = 0,          # Training steps so far, which terms may depend on
     terms: bool = True,     # Whether to also measure the terms that the model and the plugin add to the loss
     plugin: Plugin = Plugin(), # Further terms of the loss
 ) -> pd.DataFrame:
@@ -150,7 +150,7 @@ def evaluate(
             columns.setdefault(k, np.zeros(len(store)))[b.trials[real]] = v.cpu().numpy()[real]
         for i, path, n in zip(b.trials[real], paths.cpu().numpy()[real], frames[real]):
             columns['edits'][i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
-    parts = backend.gather(columns) # Each process has the values of its batches, and zeros
+    parts = backend.gather(columns) # Other processes contribute zeros
     columns = {k: sum(p.get(k, 0) for p in parts) for part in parts for k in part}
     return pd.DataFrame(dict(session=store.index.session, n_labels=store.n_labels) | columns)
 
@@ -187,8 +187,9 @@ def infer(
     progress: bool = True,      # Show a progress bar
     smoothing: str = 'same',    # `same`, or `valid` as in the official evaluation
 ) -> LogitStore:
-    """Log-probabilities of all trials of `store`, written to `path` atomically. Raises `CheckpointError`, also
-    for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""
+    """Log-probabilities of all trials of `store`, written to `path` atomically. Raises
+    `CheckpointError`, also for val and a model that was trained on it, or `TrainingError` if model
+    and trials do not fit."""
     model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)

@@ -44,7 +44,7 @@ def train_of(
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
-    """Train as the job says, in one of the processes that `torchrun` started. The first process writes the result; a
+    """Train as the job says, in a process that `torchrun` started. The first process writes the result; a
     process that fails writes the reason."""
     end_with_parent()
     job = Path(job)
@@ -61,14 +61,14 @@ def work(
             result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
     except KeyboardInterrupt as e:
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
-        raise SystemExit(130) from None # The process that started it reports what is saved
+        raise SystemExit(130) from None # The parent process reports what was saved
     except (ValueError, RuntimeError, OSError) as e:
         is_lost = isinstance(e, DistError) or 'gloo' in str(e)
-        if is_lost: time.sleep(2) # A process that failed is writing its reason
-        if error.exists(): raise SystemExit(1) from None # It follows from the first one
+        if is_lost: time.sleep(2) # A failed process is still writing its reason
+        if error.exists(): raise SystemExit(1) from None # Caused by the first error
         reason = str(e)
         if is_lost:
-            found = reason.split('. ')[0] # Without advice; gloo names a line of its source before it
+            found = reason.split('. ')[0] # Without advice, and without the line of gloo's source
             reason = (f'lost another process, which was killed, or its machine ({found.partition("] ")[2] or found}); '
                       'the last checkpoint is intact, and the same commands continue from it')
         is_named = isinstance(e, TrainingError) or os.environ.get('GROUP_WORLD_SIZE', '1') == '1'
@@ -96,7 +96,7 @@ def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = o
 
 @contextmanager
 def _job_folder(out_dir: Path) -> Iterator[Path]:
-    "Folder of the job and its result: in the run's folder where other machines read it, else a temporary one."
+    "Folder of the job and its result: in the run's folder if other machines read it, else a temporary one."
     if not several_machines():
         with scratch_folder() as d: yield d
         return
@@ -107,8 +107,8 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c015
 def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
-    "Run a command to its end; returns its status, and whether this process was asked to end meanwhile."
-    # An interrupt may arrive before the wait begins: record it instead of raising it
+    "Run a command to its end; returns its status, and whether a signal asked this process to end."
+    # Record an early interrupt instead of raising it
     with noted_interrupt() as is_noted, subprocess.Popen(command, env=env) as process:
         try: return process.wait(), is_noted()
         except KeyboardInterrupt:
@@ -173,13 +173,13 @@ def train_here(
     out_dir: str | Path,          # Folder of the run, as for `train`
     progress: bool = True,        # Show a progress bar
 ) -> dict:
-    """`train` on what this machine has: in this process, or in one for each of its GPUs, in `train.processes` on a CPU,
-    and with other machines."""
+    """`train` on the configured devices: in this process, in one per GPU, in `train.processes` on
+    a CPU, or with other machines."""
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
     n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()
     plugin = PLUGIN.get()
-    if plugin.mark and not plugin.path: # Functions of a notebook do not reach others
+    if plugin.mark and not plugin.path: # Other processes cannot see functions of a notebook
         if with_others:
             raise TrainingError('several machines train with a plugin in a file, not with functions; use plugin=FILE')
         n_processes = 1

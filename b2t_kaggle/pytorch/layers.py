@@ -51,11 +51,11 @@ def day_affine(
 def autocast_dtype(
     dtype: torch.dtype, # The precision without autocast
 ) -> torch.dtype:
-    "Autocast's precision on the CPU if autocast is on, else `dtype`."
+    "Autocast's type on the CPU if autocast is on, else `dtype`."
     return torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else dtype
 
 def _day_runs(day_idx: Tensor, lengths: list[int]) -> list[tuple[int, int, int]]:
-    "Runs of neighbouring trials of one day: the day, the first row and the row after the last."
+    "Runs of neighbouring trials of one day: the day, its first row and the row after the last."
     runs = []
     start = 0
     for day, n in zip(day_idx.tolist(), lengths):
@@ -103,7 +103,7 @@ def packed_day_affine(
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c020
 class _Softsign(torch.autograd.Function):
-    "x / (1 + |x|); keeps nothing but its result."
+    "x / (1 + |x|); stores only its result for the backward pass."
     @staticmethod
     def forward(ctx, x):
         y = x.abs().add_(1)

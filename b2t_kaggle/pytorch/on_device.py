@@ -111,7 +111,7 @@ class DeviceTrials:
         backend: Backend,  # The device
     ):
         self.backend = backend
-        self.begins = np.cumsum([0, *store.n_bins]) # Place of each trial's first bin, and of the zeros `[n + 1]`
+        self.begins = np.cumsum([0, *store.n_bins]) # Index of each trial's first bin, and of the zeros `[n + 1]`
         shape = int(self.begins[-1]) + 1, store.n_features
         self.values = backend.hold(self._read(store), shape, store.dtype) # `[N + 1, F]`
 
@@ -127,10 +127,10 @@ class DeviceTrials:
         n_bins: np.ndarray, # Lengths `[B]`; 0 for a row without a trial
         T: int,             # Bins of the batch
     ) -> np.ndarray:
-        "The place of each bin of a batch among all, int32 `[B, T]`; for `Batcher` instead of features."
+        "The index of each bin of a batch among all, int32 `[B, T]`; for `Batcher` instead of features."
         t = np.arange(T)
         return np.where(t < n_bins[:, None], self.begins[trials][:, None] + t, self.begins[-1]).astype(np.int32)
 
     def gather(self, places: Tensor) -> Tensor:
-        "Features of a batch, as they are stored `[B, T, F]`."
+        "Features of a batch, as stored `[B, T, F]`."
         return self.backend.split(self.values.index_select(0, places.flatten()).view(*places.shape, -1))

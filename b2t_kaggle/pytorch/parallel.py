@@ -32,16 +32,16 @@ class Backend:
     n_devices = 1         # Devices that share a batch
     world_size = 1        # Processes
     rank = 0              # Number of this process
-    static_shapes = False # Whether batches have one of few lengths, because a compiler sees them
+    static_shapes = False # Whether batches have few lengths, because a compiler needs them
 
     def __init__(self, device: Device):
-        # All GPUs are found, one is used
+        # All GPUs are visible, one is used
         self.device = replace(device, n_devices=1) if device.kind == 'cuda' else device
         self.torch_device = torch.device(device.kind)
-        # Steps between checks of their results; each check makes the host wait for the device
+        # Steps between checks of results, for which the host waits
         self.sync_every = 1 if device.kind == 'cpu' else 10
         self.scaler = None # Scales the loss in float16
-        # cuDNN's GRU layers and convolutions would round their input to 10 bits (TF32) on cards that can
+        # TF32 would round the input of cuDNN's GRU layers and convolutions to 10 bits
         if device.kind == 'cuda': torch.backends.cudnn.allow_tf32 = device.precision != 'float32'
         if device.precision == 'float16':
             self.scaler = torch.amp.GradScaler(device.kind, FIRST_SCALE, growth_interval=SCALE_INTERVAL)
@@ -52,21 +52,21 @@ class Backend:
         return self.rank == 0
 
     def put(self, array: np.ndarray) -> Tensor:
-        "The array as a tensor `[B, …]` on the device; a thread may call it while another one computes."
+        "The array as a tensor `[B, …]` on the device; may run in a thread next to the computation."
         host = torch.from_numpy(array)
         if self.device.kind != 'cuda': return host.to(self.torch_device)
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def place(self, model: nn.Module) -> nn.Module:
-        "Move it to the device; returns what to call for a forward pass in training."
+        "Move it to the device; returns the function for a forward pass in training."
         return model.to(self.torch_device)
 
     def place_copy(self, model: nn.Module) -> nn.Module:
-        "Move it to the device, which each process does for itself."
+        "Move it to the device, in each process."
         return model.to(self.torch_device)
 
     def autocast(self) -> AbstractContextManager:
-        "Products in 16 bits if the run computes in them; parameters, loss and optimiser stay in float32."
+        "Computes products in 16 bits if the run does; parameters, loss and optimiser stay in float32."
         dtype = torch.float16 if self.device.precision == 'float16' else torch.bfloat16
         return torch.autocast(self.device.kind, dtype, enabled=self.device.precision != 'float32')
 
@@ -81,27 +81,27 @@ class SingleDevice(Backend): "One CPU or one GPU."
 # %% ../../nbs/pytorch/08_parallel.ipynb #c013
 @patch
 def lengths(self: Backend, array: np.ndarray) -> Tensor:
-    "Lengths `[B]` as model and loss need them: on the host, unless a compiler must not see them."
+    "Lengths `[B]` for model and loss: on the host, unless a compiler would fix them."
     return torch.from_numpy(array)
 
 @patch
 def scalars(self: Backend, **values: float) -> dict:
-    "Numbers that change from step to step: as they are, or `[]` on the device if a compiler would fix each of them."
+    "Numbers that change in each step: unchanged, or `[]` on the device if a compiler would fix them."
     return values
 
 @patch
 def days(self: Backend, days: np.ndarray, n_days: int) -> np.ndarray | Tensor:
-    "Days as the optimiser takes them: `[days]`, or for a compiler 1 for each of them, else 0 `[D]`."
+    "Days for the optimiser: `[days]`, or for a compiler a mask `[D]` of ones and zeros."
     return days
 
 @patch
 def generator(self: Backend, seed: int) -> torch.Generator | None:
-    "Generator for the augmentation of a step, or None to use the device's own, which this method then seeds."
+    "Generator for a step's augmentation; None means the device's own, which is then seeded here."
     return torch.Generator(self.torch_device).manual_seed(seed)
 
 @patch
 def seed(self: Backend, seed: int) -> None:
-    "Seed the device's own generator, from which dropout draws."
+    "Seed the device's own generator, which dropout uses."
     torch.manual_seed(seed)
 
 @patch
@@ -110,20 +110,20 @@ def hold(self: Backend,
     shape: tuple[int, int],      # Shape of all rows together `[N, F]`
     dtype: np.dtype,             # Data type of the rows
 ) -> Tensor:
-    "All rows in the memory of the device, where they stay `[N, F]`."
+    "All rows `[N, F]`, kept in the device's memory."
     return self._filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
 
 @patch
 def _filled(self: Backend, rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
     begin = 0
     for part in parts:
-        rows[begin:begin + len(part)] = torch.from_numpy(np.array(part)) # A copy: a mapped file cannot be written
+        rows[begin:begin + len(part)] = torch.from_numpy(np.array(part)) # A copy: mapped files are read-only
         begin += len(part)
     return rows
 
 @patch
 def split(self: Backend, tensor: Tensor) -> Tensor:
-    "Split a tensor `[B, …]` that was made on the device as `put` splits a batch."
+    "Split a tensor `[B, …]` on the device in the way in which `put` splits a batch."
     return tensor
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c016
@@ -163,13 +163,13 @@ class DDP(Backend):
         if device.kind == 'cuda':
             self.torch_device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
             torch.cuda.set_device(self.torch_device)
-        self.is_owner = not dist.is_initialized()  # A program that trains several times has a group of its own
+        self.is_owner = not dist.is_initialized()  # A program that trains several times has its own group
         if self.is_owner: dist.init_process_group('nccl' if device.kind == 'cuda' else 'gloo')
         self.dist = dist
         self.world_size = dist.get_world_size()
         self.n_devices = self.world_size
         self.rank = dist.get_rank()
-        self.objects = dist.new_group(backend='gloo')  # Python objects travel over the host
+        self.objects = dist.new_group(backend='gloo')  # Python objects are exchanged between hosts
 
     def place(self, model):
         device_ids = [self.torch_device] if self.device.kind == 'cuda' else None
@@ -202,10 +202,10 @@ class XLA(Backend):
         self.xla = torch_xla
         self.n_devices = device.n_devices
         self.cache = cache if xr.device_type() != 'CPU' else None
-        if not XLA._started: # Before its first operation
+        if not XLA._started: # Before torch_xla's first operation
             from torch_xla import backends
             if self.cache: xr.initialize_cache(str(self.cache))
-            # Even the first call warns of a repeated call
+            # It warns even at the first call
             logging.getLogger(backends.__name__).setLevel(logging.ERROR)
             backends.set_mat_mul_precision('highest')
             if self.n_devices > 1: xr.use_spmd()
@@ -234,7 +234,7 @@ class XLA(Backend):
 
     def vector(self, values: Mapping[str, float]) -> Tensor:
         "The values as a tensor on the device `[n]`."
-        # A vector: torch_xla takes a lone 0 or 1 for a constant, whatever it came in
+        # A vector: torch_xla treats a lone 0 or 1 as a constant
         return torch.tensor([float(v) for v in values.values()]).to(self.torch_device)
 
     def scalars(self, **values):
@@ -287,8 +287,8 @@ def in_torchrun() -> bool:
 
 def start(
     device: Device, # From `pick_torch`
-    together: bool = True, # Train with the other processes of `torchrun`, if it started this one
+    together: bool = True, # Whether to join the processes of `torchrun`, if it started this one
 ) -> Backend:
-    "The devices that a run uses: all XLA cores; under `torchrun` one GPU per process; else the one device."
+    "The devices that a run uses: all XLA cores; under `torchrun` one GPU per process; else one device."
     if device.kind == 'xla': return XLA(device)
     return DDP(device) if together and in_torchrun() else SingleDevice(device)

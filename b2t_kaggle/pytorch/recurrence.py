@@ -26,9 +26,9 @@ class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
         hidden_size: int,            # Units, H
         num_layers: int = 1,         # Layers, L
         dropout: float = 0.,         # Between layers
-        bidirectional: bool = False, # Also backwards, with weights of its own
+        bidirectional: bool = False, # Also read backwards, with separate weights
     ):
-        between = dropout if num_layers > 1 else 0. # `nn.GRU` warns where there is no layer to drop between
+        between = dropout if num_layers > 1 else 0. # `nn.GRU` warns about dropout with one layer
         super().__init__(input_size, hidden_size, num_layers, dropout=between, bidirectional=bidirectional)
 
     def forward(self,
@@ -127,12 +127,12 @@ class _ScanRecurrence(torch.autograd.Function):
         d_gates = torch.cat([d_s[..., :2*H], (d * d_n).to(dtype)], -1)  # the input's part of n is not scaled by r
         return d_gates, d_h0.to(h0.dtype), d_w.to(w_hh.dtype), d_b.to(w_hh.dtype)
 
-_LARGE = 1e4 # An argument of the update gate that opens it fully, whatever the state adds to it
+_LARGE = 1e4 # An argument that opens the update gate fully, whatever the state adds
 
 def _scan_gru_layer(x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
                     hold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """States `[T, B, H]`, float32 or wider, of one GRU layer in one direction (Cho et al., 2014, with the reset gate
-    after the product), and the last one `[B, H]`. Frames in `hold` `[T, B]` keep the state before them."""
+    after the product), and the last one `[B, H]`. In frames in `hold` `[T, B]` the state stays."""
     gates = F.linear(x, w_ih, b_ih)
     if hold is not None:
         r, z, n = gates.chunk(3, -1)
@@ -174,15 +174,15 @@ def _scan_gru(module: nn.GRU, x: Tensor, h0: Tensor | None = None,
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c028
 @dataclass(frozen=True)
 class FrameOrder:
-    "Packed frames ordered by time. B trials, N frames in all; *j* is a trial's place among the trials, longest first."
+    "Packed frames ordered by time. B trials, N frames in all; *j* is a trial's index after sorting, longest first."
     trials: Tensor      # The trials, longest first `[B]`
-    counts: list[int]   # Trials that have a first, a second … frame
-    from_trials: Tensor # Row in the order trial after trial of each row in this order `[N]`
+    counts: list[int]   # Number of trials with a first, a second … frame
+    from_trials: Tensor # For each row, its row in the order trial after trial `[N]`
     to_trials: Tensor   # The inverse `[N]`
-    previous: Tensor    # Row of the same trial's frame before, with the B initial states in front of all rows `[N]`
+    previous: Tensor    # Row of the same trial's previous frame, counting the B initial states first `[N]`
     last: Tensor        # Row of each trial's last frame, in the order of `trials` `[B]`
-    mirror: Tensor      # Row of the frame as far from its trial's end as each row's is from its start `[N]`
-    padded: Tensor      # Place of each row in a flattened `[B, T']` `[N]`
+    mirror: Tensor      # Row of the mirrored frame of the same trial `[N]`
+    padded: Tensor      # Index of each row in a flattened `[B, T']` `[N]`
 
 def frame_order(
     frames: Tensor, # Frames of each trial `[B]`, at least one
@@ -225,7 +225,7 @@ def permute(
     rows: Tensor,    # Permutation: index of the row at each place `[N]`
     inverse: Tensor, # The inverse of `rows` `[N]`
 ) -> Tensor:
-    "`x[rows]` `[N, …]`, whose gradient is also a selection, not a scatter."
+    "Rows to take, a permutation `[N]`"
     return _Permute.apply(x, rows, inverse)
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c034
@@ -313,8 +313,8 @@ def gru_layer(
     b_hh: Tensor,           # `[3H]`
     order: FrameOrder,      # Order of the frames
     *,
-    by_trial: bool = False, # `x` is ordered trial after trial
-    reverse: bool = False,  # From each trial's last frame to its first
+    by_trial: bool = False, # Whether `x` is ordered trial after trial
+    reverse: bool = False,  # Whether to read from the last frame to the first
 ) -> Tensor:
     "One GRU layer on a CPU, equal to `nn.GRU` (Cho et al., 2014, in cuDNN's form), `[N, H]`, ordered by time."
     gates = linear(x, w_ih, b_ih)
@@ -330,8 +330,9 @@ def cpu_gru(
     h0: Tensor,        # Initial states `[L·directions, B, H]`
     training: bool,    # Whether there is dropout between layers
 ) -> tuple[Tensor, Tensor]:
-    """All layers of an `nn.GRU` on packed trials, with dropout between them: the output `[N, H·directions]`, ordered by
-    time, and the states `[L·directions, B, H]` after the frame of each trial that is read last."""
+    """All layers of an `nn.GRU` on packed trials, with dropout between them: the output `[N,
+    H·directions]`, ordered by time, and the states `[L·directions, B, H]` after each trial's
+    last-read frame."""
     places = order.trials.argsort()
     def run(x, h, weights, layer, reverse):
         y = gru_layer(x, h[order.trials], *weights, order, by_trial=layer == 0, reverse=reverse)

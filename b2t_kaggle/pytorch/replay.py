@@ -19,10 +19,10 @@ from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/11_replay.ipynb #c005
 class Program:
-    "A step on an XLA device that is recorded and compiled here, and run by calls."
+    "A step on an XLA device that is recorded and compiled once, and then called."
     def __init__(self,
         step: Callable[[], Mapping[str, Tensor]], # Takes the step, changing `state` in place; returns its results
-        state: list[Tensor],  # All tensors that one step leaves to the next `[…]`
+        state: list[Tensor],  # All tensors that a step passes to the next `[…]`
         inputs: list[Tensor], # Values from the host, of the same shapes in every call `[…]`
         seeds: Sequence[int], # Seeds of the device's random numbers, as `step` sets them
     ):
@@ -36,7 +36,7 @@ class Program:
         places |= {m: ('state', i) for i, m in enumerate(library._get_tensors_handle([t.detach() for t in state]))}
         values = [t.detach() for t in state]
         for t in values: library._set_buffer_donation(t, True)
-        for t in state: t.data = t.detach().clone()  # New tensors on the same memory, which the step changes
+        for t in state: t.data = t.detach().clone()  # New tensors in the same memory, for the step to change
         results = step()
         self.names = list(results)
         is_new = library._check_tensor_need_materialization([t.detach() for t in state])
@@ -88,7 +88,7 @@ class Replay:
         self.programs: dict[torch.Size, Program] = {}
 
     def __call__(self, rows: MicroBatch, days: np.ndarray) -> StepResult:
-        "Take the step of a batch with these days `[days]`; its first of a length is recorded."
+        "Take the step of a batch with these days `[days]`; the first of each length is recorded."
         t = self.trainer
         backend = t.backend
         seeds = t.seeds(0)
@@ -102,7 +102,7 @@ class Replay:
                 norms = t.clip()
                 t.update(days)
                 return losses | norms
-            backend.given = iter(numbers) # Inputs of the program, in place of the numbers of this step
+            backend.given = iter(numbers) # Inputs of the program instead of this step's numbers
             try: self.programs[rows.x.shape] = Program(step, self._state(), inputs, seeds)
             finally: backend.given = None
         results = self.programs[rows.x.shape](inputs, seeds)

@@ -43,7 +43,7 @@ STILL = tuple((key, 0) for key in (
 
 @dataclass
 class Bench:
-    "The device that is tested, and a folder for its files; models are small on a processor."
+    "The tested device, and a folder for its files; models are small on a processor."
     accelerator: str # Accelerator, as for `pick_torch`
     folder: Path
 
@@ -57,13 +57,13 @@ class Bench:
 
     @cached_property
     def store(self) -> TrialStore:
-        "Simulated trials, of as many days as the recordings have or of four."
+        "Simulated trials, from all days of the recordings or four."
         n_sessions, n = (4, 4) if self.small else (45, 2)
         simulate_dataset(self.folder, n_sessions, train=n, val=0, test=0, lm_sentences=200)
         return TrialStore.build(self.folder, 'train', self.folder/'train.arrow', progress=False)
 
     def config(self, still: bool = False) -> Config:
-        "The official preset at the device's size, with small batches; if `still`, nothing draws at random."
+        "The official preset at the device's size, with small batches; `still` turns off all random parts."
         values = SMALL*self.small + STILL*still + (('data.n_buckets', 1),)*self.is_xla
         rows = {'data.batch_size': self.rows, 'data.days_per_batch': 2}
         return with_overrides(preset('official'), rows | dict(values))
@@ -73,7 +73,7 @@ class Bench:
         return start(pick_torch(self.accelerator, precision), together=False)
 
     def trainer(self, cfg: Config, precision: str = 'auto', checkpoint: Path | None = None) -> Trainer:
-        "A run on the device; in float16 the loss is scaled by 256, with which no gradient overflows."
+        "A run on the device; in float16 the loss is scaled by 256, so that no gradient overflows."
         t = Trainer(self.store, None, cfg, self.backend(precision), checkpoint)
         if t.scaler: t.scaler.load_state_dict(t.scaler.state_dict() | dict(scale=256.))
         return t
@@ -93,16 +93,16 @@ class Finding:
     expected: str = ''
 
 def within(what: str, figure: float, limit: float) -> Finding:
-    "The finding of a difference, which passes up to a limit."
+    "The finding about a difference, which passes up to a limit."
     return Finding(what, figure, '', bool(figure <= limit), f'at most {limit:g}')
 
 def relative(values: np.ndarray, expected: np.ndarray) -> float:
-    "Norm of the difference of two arrays `[…]`, as a part of the expected norm."
+    "Norm of the difference of two arrays `[…]`, relative to the expected norm."
     values, expected = (np.asarray(x, np.float64).ravel() for x in (values, expected))
     return float(np.linalg.norm(values - expected) / max(np.linalg.norm(expected), 1e-12))
 
 def take(trainer: Trainer, n: int) -> np.ndarray:
-    "Mean losses of the next steps of a run `[n]`; infinite for a step that was skipped."
+    "Mean losses of the next steps of a run `[n]`; infinite for a skipped step."
     results = [trainer.train_step(*trainer.loader(i)) for i in range(trainer.step, trainer.step + n)]
     return np.array([math.inf if r.skipped else r.losses.mean() for r in results])
 

@@ -83,7 +83,7 @@ def ssd(
     Q = min(chunk_size, T)
     C = -(-T // Q)
     missing = C*Q - T
-    if missing:  # Frames that add nothing and let nothing decay
+    if missing:  # Frames without input or decay
         x, log_decay = (F.pad(v, (0, 0) * (v.ndim - 2) + (0, missing)) for v in (x, log_decay))
         b, c = (F.pad(v, (0, 0, 0, missing)) for v in (b, c))
     x = x.reshape(S, C, Q, H, P)
@@ -126,9 +126,9 @@ class _CausalConv(torch.autograd.Function):
         return d_x.to(x.dtype), torch.stack(d_w), grad.sum((1, 2), keepdim=True)
 
 def causal_conv(
-    x: Tensor,      # Input, preceded by the K − 1 frames before the first one `[G, B, K − 1 + T, C]`
+    x: Tensor,      # Input, after the K − 1 frames before the first one `[G, B, K − 1 + T, C]`
     weight: Tensor, # Weights of the last K frames, the current one last `[K, G, 1, 1, C]`
     bias: Tensor,   # `[G, 1, 1, C]`
 ) -> Tensor:
-    "A convolution over time of each channel by itself, `[G, B, T, C]`; each of G directions has its own weights."
+    "A depthwise convolution over time, `[G, B, T, C]`; each of G directions has separate weights."
     return _CausalConv.apply(x, weight, bias)

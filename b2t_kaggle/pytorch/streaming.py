@@ -16,14 +16,14 @@ from ..training.recipe import smoothing_kernel
 
 # %% ../../nbs/pytorch/14_streaming.ipynb #c006
 class SmoothingStream:
-    "Bins that come bit by bit, smoothed as all of them at once would be."
+    "Smooths bins as they arrive, with the same result as all at once."
     def __init__(self, cfg: AugmentConfig, n_features: int):
         kernel = smoothing_kernel(cfg)
         if kernel is None: kernel = np.ones(1, np.float32)
         n_before = (len(kernel) - 1) // 2
         last = np.flatnonzero(kernel)[-1]
         self.weights = kernel[:last + 1]
-        self.n_after = int(last) - n_before # Later bins that a smoothed bin reads
+        self.n_after = int(last) - n_before # Later bins that smoothing needs
         self.window = torch.zeros(1, n_before, n_features)
 
     def push(self, x: Tensor) -> Tensor:
@@ -39,15 +39,15 @@ class SmoothingStream:
         return smoothed
 
     def finish(self) -> Tensor:
-        "The last bins `[1, n, F]`, for which zeros follow, as at the end of a trial."
+        "The last bins `[1, n, F]`, smoothed with zeros after them, as at the end of a trial."
         return self.push(torch.zeros(1, self.n_after, self.window.shape[2]))
 
 # %% ../../nbs/pytorch/14_streaming.ipynb #c009
 def delay_ms(
     cfg: Config, # Configuration of a causal encoder
 ) -> dict[str, int]: # `smoothing` and `frame`
-    """Delay of a bin in milliseconds: for the bins that smoothing reads, and at most for the end of its frame, or of
-    the chunk of frames that an encoder gives at once."""
+    """Delay of a bin in milliseconds: for the later bins of the smoothing, and at most for the end
+    of its frame, or of the chunk of frames that an encoder computes at once."""
     n_after = SmoothingStream(cfg.augment, n_features=1).n_after
     return dict(smoothing=20 * n_after, frame=20 * (cfg.model.stream_stride() - 1))
 
@@ -58,7 +58,7 @@ class EncoderStream:
     def __init__(self,
         model: Encoder, # Causal, in evaluation mode, on the CPU
         cfg: Config,    # Configuration of the model, with `data.sessions`
-        session: str,   # The session of the trial, one that the model knows
+        session: str,   # Session of the trial, among the model's
     ):
         self.state = model.start()
         sessions = cfg.data.known_sessions
@@ -78,7 +78,7 @@ class EncoderStream:
         return self._encode(self.smoothing.push(torch.from_numpy(x)[None]))
 
     def finish(self) -> np.ndarray:
-        "The frames `[n, K]` that only wait for the end of the trial."
+        "The frames `[n, K]` that were waiting for the end of the trial."
         last = self._encode(self.smoothing.finish())
         with torch.no_grad(): logits = self.model.finish(self.day, self.state)
         return last if logits is None else np.concatenate([last, _log_probs(logits)])

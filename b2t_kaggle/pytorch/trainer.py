@@ -68,17 +68,17 @@ class Trainer(interface.Trainer):
         self.sync_every = backend.sync_every
         self.device = str(backend.device)
         self.scaler = backend.scaler
-        torch.manual_seed(cfg.train.seed) # Before the model, whose initial weights are drawn from it
+        torch.manual_seed(cfg.train.seed) # Determines the initial weights
         self.model = self.build()
         saved = self._load(checkpoint) if checkpoint or cfg.train.init_checkpoint_path else {}
         self.average = self._start_average(saved, checkpoint) if cfg.train.weight_average else None
-        self.result = self.average.model if self.average else self.model # Validated and saved as the model
+        self.result = self.average.model if self.average else self.model # Validated and saved
         self.forward = backend.place(self.model)
         self.optimizer = backend.optimizer(self.model, cfg.train)
         self.optimizer.scaler = self.scaler
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend, self.store_val)
-        self.store = self.loader.store # With a refit, the trials of val follow
+        self.store = self.loader.store # With a refit, trials of val follow
         self.trials_on_device = self.loader.on_device is not None
         self.replay = Replay(self) if cfg.train.replay else None
         if checkpoint:
@@ -86,7 +86,7 @@ class Trainer(interface.Trainer):
         backend.prepare(self.optimizer)
 
     def build(self) -> Encoder:
-        "The model of the configuration, as it begins."
+        "The model of the configuration, with initial weights."
         model = build_model(self.cfg.model, len(self.day_of), list(self.day_of))
         if self.cfg.train.frozen: freeze(model)
         return model
@@ -136,7 +136,7 @@ def gradients(self: Trainer, micro_batches: list[MicroBatch]) -> list[dict[str, 
     for i, micro_batch in enumerate(micro_batches):
         with backend.micro_batch(self.forward, is_last=i == n - 1):
             losses.append(self.add_gradients(micro_batch, backend.rank*n + i, n))
-    if n > 1: backend.end_step()  # All micro-batches are the same program
+    if n > 1: backend.end_step()  # Then all micro-batches are one program
     return losses
 
 @patch
@@ -165,7 +165,7 @@ def prepare(self: Trainer,
     cut: int | Tensor,  # Bins to cut from the start
     generator: torch.Generator | None, # Source of the augmentation's random numbers
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    "Features that the model reads `[B, T, F]`, their lengths `[B]`, and the CTC loss of each trial `[B]` from logits."
+    "The model's input `[B, T, F]`, its lengths `[B]`, and a function from logits to the CTC loss of each trial `[B]`."
     x, n_bins = self.augment.apply(rows.x, rows.n_bins, cut, generator)
     if self.plugin.augment:
         x, n_bins = self.plugin.augmented(n_bins, features=x, n_bins=n_bins.to(x.device), generator=generator)
@@ -188,7 +188,7 @@ def losses(self: Trainer, out, ctc: Callable[[Tensor], Tensor], rows: MicroBatch
 
 @patch
 def seeds(self: Trainer, place: int) -> list[int]:
-    "Seeds of augmentation and of dropout in a micro-batch."
+    "Seeds of augmentation and dropout in a micro-batch."
     return [step_seed(self.cfg.train.seed, self.step, 2*place + i) for i in range(2)]
 
 @patch
@@ -197,7 +197,7 @@ def training_args(self: Trainer) -> dict:
 
 @patch
 def numbers(self: Trainer, seed: int) -> dict[str, float]:
-    "Numbers of a forward pass that change from step to step: `cut`, and those of the model."
+    "Numbers of a forward pass that change in each step: `cut`, and the model's own."
     args = self.training_args()
     return dict(cut=draw_cut(self.cfg.augment, seed)) | {k: args[k] for k in self.model.changing_args}
 
@@ -234,7 +234,7 @@ def rates(self: Trainer) -> dict[str, float]:
 
 @patch
 def update(self: Trainer, days: np.ndarray) -> None:
-    "Change the weights by the gradients of a batch that has these days `[days]`, then the average of the weights."
+    "Update the weights from the gradients of a batch with these days `[days]`, then the average of the weights."
     backend = self.backend
     scalars = backend.scalars(**self.rates())
     self.optimizer.step(scalars, backend.days(days, len(self.store.sessions)))
@@ -255,7 +255,7 @@ class WeightAverage:
 
 @patch
 def _start_average(self: Trainer, saved: dict, checkpoint: Path | None) -> WeightAverage:
-    "The average of a checkpoint, or the weights with which a run begins."
+    "The average of a checkpoint, or the initial weights of a run."
     average = WeightAverage(self.model)
     if checkpoint: load_state(average.model, saved.get('average_state_dict', {}), checkpoint)
     self.backend.place_copy(average.model)
@@ -289,7 +289,7 @@ def save_last(self: Trainer, path: Path) -> None:
 
 @patch
 def read_model(self: Trainer, path: Path) -> dict:
-    "Compare the weights in a file with their checksums; returns all that it holds. Raises `CheckpointError`."
+    "Compare the weights in a file with their checksums; returns its contents. Raises `CheckpointError`."
     saved = load_file(path)
     check_weights(saved.get('model_state_dict'), path)
     return saved
@@ -297,7 +297,7 @@ def read_model(self: Trainer, path: Path) -> dict:
 # %% ../../nbs/pytorch/12_trainer.ipynb #c034
 @contextmanager
 def _as_part_of(checkpoint: Path) -> Iterator[None]:
-    "Turn errors about a part of a checkpoint into `CheckpointError`, which names the file."
+    "Turn errors about a part of a checkpoint into `CheckpointError` with the file's name."
     try: yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
         raise CheckpointError(f'{checkpoint}: does not fit this run ({type(e).__name__}); remove it to start '
@@ -305,7 +305,7 @@ def _as_part_of(checkpoint: Path) -> Iterator[None]:
 
 @patch
 def _load(self: Trainer, checkpoint: Path | None) -> dict:
-    "Load the weights of a checkpoint, or of a model that was trained before; returns what the checkpoint holds."
+    "Load the weights of a checkpoint, or of another trained model; returns the checkpoint's contents."
     if checkpoint is None:
         model = self.model.acoustic
         weights = {k: v.numpy() for k, v in model.state_dict().items()} # They share the model's memory
@@ -340,7 +340,7 @@ def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best
     cfg: Config,                  # The run's configuration
-    out_dir: str | Path,          # Folder for `last.pt`, `best.pt` and `history.csv`; a run that is there is continued
+    out_dir: str | Path,          # Folder for `last.pt`, `best.pt` and `history.csv`; an existing run is continued
     progress: bool = True,        # Show a progress bar
 ) -> dict:
     """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model `val_per`,

@@ -64,7 +64,7 @@ class LLMFusion:
         words: list[str], # The lexicon's words
     ) -> 'LLMTrial':
         "A trial whose word ids are places in `words`."
-        forms = self._forms # Another thread may replace it by the forms of other words
+        forms = self._forms # Another thread may replace it
         if forms is None or forms.words is not words:
             self._forms = forms = _FormTokens(self.tokenizer, words, self.capitals)
         return LLMTrial(self.model, self.start, forms, self.end_token, self._lock)
@@ -117,7 +117,7 @@ class LLMTrial:
 
     @torch.inference_mode()
     def keep(self, histories: np.ndarray) -> None:
-        "Free the tokens that none of these histories `[n]` begins with, when they are a third of all."
+        "Free tokens that none of these histories `[n]` needs, when they are a third of all."
         needed = np.zeros(len(self.tree.depth), bool)
         live = set()
         for h in [0, *histories.tolist()]:
@@ -144,8 +144,8 @@ def _word_forms(word: str, capitals: bool) -> list[str]:
     return [word, capital] if capitals and capital != word else [word]
 
 def _counted_forms(lengths: Sequence[int], first: np.ndarray) -> list[int]:
-    """Numbers of the forms of a single token, and of forms that may yet be as probable, by the number of tokens of each
-    form and the log-probability of its first token [n]."""
+    """Indices of the forms of a single token, and of forms that could become as probable, by the
+    number of tokens of each form and the log-probability of its first token [n]."""
     single = [p for n, p in zip(lengths, first) if n == 1]
     least = max(single, default=-np.inf) - _FORM_GAP
     return [i for i, (n, p) in enumerate(zip(lengths, first)) if n == 1 or not p < least] # NaN is found later
@@ -153,15 +153,15 @@ def _counted_forms(lengths: Sequence[int], first: np.ndarray) -> list[int]:
 # %% ../../nbs/rescoring/04_fusion.ipynb #c016
 @dataclass
 class _FormTokens:
-    "The tokens of words' forms, computed when they are first needed."
+    "The tokens of words' forms, computed at first use."
     tokenizer: Any   # Transformers tokenizer
     words: list[str] # The lexicon's words
     capitals: bool   # Whether words may begin with a capital letter
     cache: dict = field(default_factory=dict) # (word, whether it is the sentence's first) to the tokens of its forms
 
     def get(self, places: Iterable[tuple[int, bool]]) -> list[list[tuple[int, ...]]]:
-        """The forms of words, of which `places` are the ids and whether each is the first of its sentence. Raises
-        `LanguageModelError` for a word that has no tokens of its own."""
+        """The forms of words, of which `places` are the ids and whether each is the first of its
+        sentence. Raises `LanguageModelError` for a word without separate tokens."""
         places = list(places)
         for first in (True, False):
             new = sorted({w for w, is_first in places if is_first == first and (w, first) not in self.cache})
@@ -183,18 +183,18 @@ class _FormTokens:
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c019
 class _TokenTree:
-    "Tokens that went through a causal model, each after its own beginning."
+    "Tokens that a causal model has read, each after its prefix."
     def __init__(self, model: torch.nn.Module):
         from transformers import DynamicCache
         self.model = model
         self.cache = DynamicCache()
-        self.depth = np.zeros(0, np.int64)       # Place of each token in its sentence [R]
-        self.ancestor = np.zeros((0, 0), bool)   # Whether token j is in the beginning that ends with token i [R, R]
+        self.depth = np.zeros(0, np.int64)       # Position of each token in its sentence [R]
+        self.ancestor = np.zeros((0, 0), bool)   # Whether token j is in the prefix that ends with token i [R, R]
         # State that predicts the next token [R, D], and its log-sum [R]
         self.states = self.normalizer = torch.zeros(0, device=model.device)
 
     def append(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Run more tokens through the model, beginnings first; `parents` are the numbers of the tokens before them, -1
+        """Run more tokens through the model, prefixes first; `parents` are the numbers of the tokens before them, -1
         for none [n]. Raises `LanguageModelError` for a sentence that is too long for the model."""
         if not len(tokens): return
         n = len(self.depth)
@@ -266,7 +266,7 @@ class _Batch:
 # %% ../../nbs/rescoring/04_fusion.ipynb #c025
 @patch
 def _batch(self: LLMTrial, histories: Iterable[int] = ()) -> _Batch:
-    "A batch of the histories' tokens that were not run."
+    "A batch of the histories' tokens that the model has not read."
     batch = _Batch(len(self.tree.depth))
     for h in sorted(histories): self._add(h, batch)
     return batch
@@ -276,7 +276,7 @@ def _run(self: LLMTrial, batch: _Batch) -> None: self.tree.append(batch.tokens, 
 
 @patch
 def _add(self: LLMTrial, h: int, batch: _Batch) -> None:
-    "Add the tokens of a history that were not run, the tokens of its beginnings first."
+    "Add the unread tokens of a history, those of its prefixes first."
     rows = self.rows.setdefault(h, [])
     tokens = self.tokens[h]
     if len(rows) == len(tokens): return
@@ -287,21 +287,21 @@ def _add(self: LLMTrial, h: int, batch: _Batch) -> None:
     rows += batch.add(tokens[len(rows):], rows[-1] if rows else before)
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c029
-_FEW = 16 # Tokens that are run for the sake of a pass less
+_FEW = 16 # Tokens that are run to save a pass
 _Level = list[tuple[int, int, list[tuple[int, ...]]]] # Histories, their parents, the forms of their last words
 _Ahead = dict[tuple[int, tuple[int, ...]], list[int]] # (history, form) -> indices of tokens
 
 @patch
 def _run_ahead(self: LLMTrial, batch: _Batch, level: _Level, inner: set[int]) -> _Ahead:
-    """Put the tokens that a level of new words may need into the batch before it, if they are few; `inner` histories
-    are followed by other words."""
+    """Add the tokens that a level of new words may need to the batch before it, if they are few;
+    `inner` histories are followed by other words."""
     candidates = [(h, parent, form, form if h in inner else form[:-1]) for h, parent, forms in level for form in forms]
     if not batch.tokens or sum(len(tokens) for *_, tokens in candidates) > _FEW: return {}
     return {(h, form): batch.add(tokens, self.rows[parent][-1]) for h, parent, form, tokens in candidates}
 
 @patch
 def _score_level(self: LLMTrial, level: _Level, inner: set[int], ahead: _Ahead) -> dict[int, float]:
-    "Score words after histories that are written and run, and write them, each in its most probable form."
+    "Score words after histories that were read, and append each in its most probable form."
     before = [self.rows[parent][-1] for _, parent, _ in level]
     pairs = [(row, tokens[0]) for row, (_, _, forms) in zip(before, level) for tokens in forms]
     first = np.split(self.tree.log_probs(*zip(*pairs)), np.cumsum([len(forms) for *_, forms in level])[:-1])

@@ -32,7 +32,7 @@ class Trial:
     session: str | None = None   # `t15.YYYY.MM.DD`
     block: int | None = None
     corpus: str | None = None    # Source of its sentence in the official description of the blocks
-    reference: str | None = None # Sentence to be spoken
+    reference: str | None = None # Sentence that was to be spoken
 
     def merged(self,
         trial: 'Trial', # Facts of the same trial from another source
@@ -76,7 +76,7 @@ def voter_name(
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c007
 @dataclass
 class Hypotheses:
-    "Trials and the sentences that were proposed for each, in the order in which they were found."
+    "Trials and the sentences proposed for each, in the order of reading."
     trials: dict[str, Trial] = field(default_factory=dict)
     entries: dict[str, list[Entry]] = field(default_factory=dict)
 
@@ -200,7 +200,7 @@ def read_hypotheses(
         try:
             for trial, entries in _entries(path):
                 hypotheses.add(trial, [e if any(e.voter) else replace(e, system=system) for e in entries])
-        except ReadError: raise # It names the file already
+        except ReadError: raise # It has the file's name
         except ValueError as e: raise ValueError(f'{path}, {e}') from None
     return hypotheses
 
@@ -248,7 +248,7 @@ def _shares(entries: Sequence[Entry]) -> np.ndarray:
 class Ballots(NamedTuple):
     "The votes for one trial."
     texts: list[str]   # Distinct sentences, normalised as in the metric, in order of appearance [N]
-    votes: np.ndarray  # Share of each voter's vote [N, V]; a column of zeros for a voter without this trial
+    votes: np.ndarray  # Share of each voter's vote [N, V]; zeros for a voter without this trial
 
 def ballots(
     entries: Sequence[Entry],                # All entries of a trial

@@ -44,14 +44,14 @@ def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
 def augment_nbest(
     hyps: Sequence[Hypothesis], # The n-best of a trial
     top: int = 20,              # Number of the best hypotheses that are parents
-    penalty: float = 0.01,      # Part by which a child's scores are worse than its parents' mean
-    lm: Automaton | NGram | None = None, # The n-gram of the search, for exact scores if both parents' are its own
+    penalty: float = 0.01,      # Part by which a child's scores are below its parents' mean
+    lm: Automaton | NGram | None = None, # The search's n-gram, for exact scores if it scored both parents
 ) -> list[Hypothesis]:          # The same and their children, best first
     "Add the sentences that result from exchanging words between hypotheses with the same number of words."
     hyps = sorted(hyps, key=lambda h: -h.total)
     parents = hyps[:top]
     texts = {h.text for h in hyps}
-    exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # Others hold a boosted word
+    exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # Others have boosted words
     def estimate(x, y): return (x + y)/2 - penalty*abs(x + y)/2
     children = []
     for a, b in combinations(parents, 2):
@@ -146,7 +146,7 @@ class Steps(NamedTuple):
 
 def _envelope(slope: np.ndarray, intercept: np.ndarray, errors: np.ndarray, low: float,
               high: float) -> tuple[int, list[tuple[float, int]]]:
-    "The errors of the line that is highest at low, and (place, change in errors) where another one overtakes."
+    "The errors of the line that is highest at `low`, and (place, change in errors) of each later overtaking."
     height = intercept + low*slope
     winner = max(np.flatnonzero(height == height.max()), key=lambda i: slope[i])
     first = int(errors[winner])
@@ -247,7 +247,7 @@ def best_gate(self: _TrialScores, w: Weights) -> float:
     opened = self.winner_errors(replace(w, gate=-np.inf))
     order = np.argsort(self.ngram_per_word, kind='stable')
     score = self.ngram_per_word[order]
-    added = np.cumsum((closed - opened)[order]) # Errors that closing the gate up to each trial adds
+    added = np.cumsum((closed - opened)[order]) # Errors added by closing the gate up to each trial
     places = np.flatnonzero(score[:-1] < score[1:])
     if not len(places) or added[places].min() >= 0: return -np.inf
     i = places[added[places].argmin()]
@@ -281,7 +281,7 @@ def cross_validate(
     folds: int = 2,                      # Each trial is ranked by weights tuned without its fold; folds take turns
     start: Weights = Weights(),          # Start of the search
 ) -> list[list[LLMHypothesis]]:               # In the order of the trials
-    "Each trial's list ranked by weights that were tuned on other trials, for an unbiased error rate."
+    "Each trial's list ranked by weights tuned on other trials, for an unbiased error rate."
     ranked: list[list[LLMHypothesis]] = [[] for _ in nbest]
     for k in range(folds):
         rest = [i for i in range(len(nbest)) if i % folds != k]
@@ -321,7 +321,7 @@ def score_nbest(
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c043
 def _take_turns(todo: Mapping[str, Sequence[int]]) -> list[tuple[str, list[int]]]:
-    "Parts of a few trials, each with its split, in an order in which all splits progress at the same rate."
+    "Small parts of the trials with their split, in an order in which all splits progress equally."
     parts = [(i/len(trials), split, list(trials[i:i + _TRIALS_AT_ONCE]))
              for split, trials in todo.items() for i in range(0, len(trials), _TRIALS_AT_ONCE)]
     return [(split, part) for _, split, part in sorted(parts)]
@@ -333,7 +333,7 @@ def score_in_time(
     earlier: Mapping[str, dict[int, list[LLMHypothesis]]], # Lists scored by an earlier call, by split and trial
     progress: bool = True,         # Whether to show a progress bar
 ) -> dict[str, dict[int, list[LLMHypothesis]]]:
-    "Scored lists of as many trials as the time allows."
+    "Scored lists of as many trials as time allows."
     scored = {split: dict(earlier.get(split, {})) for split in nbest}
     todo = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
     with tqdm(total=sum(map(len, todo.values())), desc='rescore', unit=' trials', disable=not progress) as bar:
@@ -347,7 +347,7 @@ def rank_in_time(
     scored: Mapping[int, list[LLMHypothesis]], # Scored lists by trial
     weights: Weights,
 ) -> list[list[LLMHypothesis]]:
-    "Lists ranked by interpolated scores; lists without scores stay as the search ranked them."
+    "Lists ranked by interpolated scores; lists without scores keep the search's order."
     ranked = dict(zip(scored, interpolate(list(scored.values()), weights)))
     return [ranked.get(i) or [LLMHypothesis(**vars(h) | dict(n_tokens=0)) for h in hyps]
             for i, hyps in enumerate(nbest)]

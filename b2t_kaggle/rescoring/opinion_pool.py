@@ -210,7 +210,7 @@ class OpinionPool:
     voters: tuple[Voter, ...]
     coefficients: dict[str, float]  # Coefficient of each feature that all kinds share
     deviations: dict[Kind, float]   # Deviation of each kind from the shared weight
-    certainty: tuple[float, float]  # Constant and slope over the pool's log odds: log odds that a sentence is right
+    certainty: tuple[float, float]  # Constant and slope from the pool's log odds to those of a right sentence
 
     @property
     def weights(self) -> dict[Kind, float]:
@@ -285,7 +285,7 @@ def sentence_folds(
     n_folds: int = 5,
     seed: int = 0,            # Random seed of the division
 ) -> np.ndarray:              # Fold of each [N]
-    "Folds of almost the same number of distinct sentences; equal sentences are in the same fold."
+    "Folds with nearly equal numbers of distinct sentences; equal sentences share a fold."
     distinct = sorted(set(sentences))
     fold = dict(zip(distinct, np.random.default_rng(seed).permutation(len(distinct)) % n_folds))
     return np.array([fold[s] for s in sentences])
@@ -294,7 +294,7 @@ def cross_validate_pool(
     hypotheses: Hypotheses,                 # Trials with references
     lm: LanguageModel | None = None,        # The kit's n-gram
     llm: Mapping[str, float] | None = None, # Scores from `llm_scores`
-    folds: int = 10,                        # Number at most; equal sentences are in the same fold
+    folds: int = 10,                        # Most folds; equal sentences share one
     seed: int = 0,                          # Random seed of the division into folds
 ) -> list[Combined]:                        # One for each trial
     "The sentence of each trial by a pool of the other folds, for an unbiased rate; raises as `fit_pool`."

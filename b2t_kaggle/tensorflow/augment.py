@@ -63,7 +63,7 @@ def mask_channels(x: tf.Tensor, cfg: AugmentConfig, seeds: tf.Tensor) -> tf.Tens
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c021
 class Augment:
-    "Features as they come from the store to features as the model sees them; one object per run."
+    "Turns stored features into the model's input; one object per run."
     def __init__(self, cfg: AugmentConfig):
         self.cfg = cfg
         self.max_cut = max(cfg.random_cut - 1, 0)

@@ -31,7 +31,7 @@ from ..training.checkpoints import CheckpointError, check_unseen, misfits, store
 _ENDING = '.weights.h5' # Without it Keras neither writes nor reads weights
 
 class _Memory(io.BytesIO):
-    "Keras writes into it and reads from it as from a file with the right ending."
+    "Lets Keras write and read memory as a file with the right ending."
     def __str__(self): return f'memory{_ENDING}'
 
 def _contents(model: NamedModel) -> dict[str, dict]:
@@ -70,7 +70,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> tuple[dict, dict]:
     "JSON values of a file by name, and the optimiser's arrays if `run` is among them. Raises `CheckpointError`."
     try:
         with open_hdf5(path) as f:
-            check_hdf5(f) # All of it: Keras opens the file after us
+            check_hdf5(f) # All of it: Keras also opens the file
             texts = {k: v for k, v in f.attrs.items() if isinstance(v, str)}
             is_whole = f.attrs.get('crc32') == _crc_of_texts(texts)
             values = {k: json.loads(v) for k, v in texts.items()} if is_whole else {}
@@ -87,7 +87,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> tuple[dict, dict]:
     raise CheckpointError(f'{path}: damaged, its configuration is not as it was written; copy or download it again')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
-_SMALL = 10_000 # Numbers of a model that may be built for any file, so that an error can compare the two
+_SMALL = 10_000 # Numbers of a model that may always be built, so that an error can compare both
 
 @contextmanager
 def _at_most(n: int, path: Path) -> Iterator[None]:
@@ -112,7 +112,7 @@ def load_state(model: NamedModel, path: str | Path) -> None:
     expected = {name: v.shape for name, v in model.named_variables().items()}
     if wrong := misfits(expected, {name: w['shape'] for name, w in written.items()}):
         raise CheckpointError(f'{path}: weights of another model: {wrong}')
-    try: model.load_weights(_Memory(path.read_bytes())) # From the file Keras would read under a lock
+    try: model.load_weights(_Memory(path.read_bytes())) # From a file Keras would read under a lock
     except _DAMAGE as e:
         raise CheckpointError(f'{path}: damaged, Keras cannot read its weights ({printable(e)}); copy or download it '
                               'again') from None
@@ -127,7 +127,7 @@ def save_best(path: str | Path, model: Encoder, cfg: Config, metrics: Mapping) -
 def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Config]:
     """A model, and its configuration, whose `data.sessions` are its days in order; raises `CheckpointError`.
 
-    `unseen` is the use of a model that must not have been trained on val, as the end of a sentence."""
+    `unseen` is a purpose that forbids a model trained on val, to end a sentence."""
     path = weights_file(path)
     if unseen: check_unseen(read_metrics(path), path, unseen)
     values, _ = _read(path, ('config', 'weights'))
@@ -144,7 +144,7 @@ def load_weights(path: str | Path, unseen: str | None = None) -> tuple[dict[str,
     return {name: v.numpy() for name, v in model.named_variables().items()}, cfg
 
 def read_metrics(path: str | Path) -> dict:
-    "Metrics from `save_best`, and `step` of a run that can continue. Raises `CheckpointError`."
+    "Metrics from `save_best`, and `step` if the run can continue. Raises `CheckpointError`."
     values, _ = _read(weights_file(path), ('figures',))
     return values['figures'] | {k: v for k, v in values.get('run', {}).items() if k == 'step'}
 

@@ -43,7 +43,7 @@ class Strategy:
 
     @property
     def sync_every(self) -> int:
-        "Steps between checks of their results; each check makes the host wait for the device."
+        "Steps between checks of results, for which the host waits."
         return 1 if self.device.kind == 'cpu' else 10
 
     def compile(self, f: Callable) -> Callable:
@@ -68,7 +68,7 @@ class Strategy:
 
     def gather(self, value) -> list: return [value]
 
-    def close(self) -> None: "There is no other process to leave."
+    def close(self) -> None: "There is no other process."
 
 def start(accelerator: str = 'auto', precision: str = 'auto') -> Strategy:
     "Prepare all devices of the accelerator, and set TensorFlow's precision. Raises `DeviceError`."
@@ -82,7 +82,7 @@ class Program:
     def __init__(self, f: Callable, strategy: Strategy):
         self.strategy = strategy
         self.traced = {}
-        def share(*args): return f(*args)  # `run`, given a tf.function, would compile all replicas as one
+        def share(*args): return f(*args)  # `run` would compile all replicas of a tf.function as one
         def on_all(*args): return strategy.distribution.run(share, args)
         self.f = tf.function(on_all, autograph=False)
 
@@ -120,7 +120,7 @@ def distribute(batches: Callable[[], Iterable[dict[str, np.ndarray]]], strategy:
         for batch in zip(*[arrived] * n_devices):
             yield place(lambda replica: batch[replica.replica_id_in_sync_group])
         if errors: raise errors[0]
-    finally:  # `tf.data` may take minutes to end before its generator has
+    finally:  # `tf.data` may otherwise take minutes to end
         has_ended.set()
         for _ in arrived: pass
 

@@ -30,7 +30,7 @@ from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
 # %% ../../nbs/tensorflow/08_inference.ipynb #c005
 class Evaluator:
-    "Runs a model on all trials of a store, without randomness; can be called again."
+    "Runs a model on all trials of a store, without randomness; may be called repeatedly."
     def __init__(self,
         model: Encoder,         # Made in the scope of the strategy
         store: TrialStore,      # Any split
@@ -38,7 +38,7 @@ class Evaluator:
         cfg: Config,            # The model's configuration
         strategy: Strategy,     # Devices of the run
         batch_size: int,        # Trials per batch, at most
-        result: Callable,       # `result(logits, batch, frames) -> dict` of `[B, …]`; `x` is what the model read
+        result: Callable,       # `result(logits, batch, frames) -> dict` of `[B, …]`; `x` is the model's input
         smoothing: str = 'same', # `same` or `valid`, see `training.trials.smoothing_edges`
         *,
         args: dict | None = None, # Further keyword arguments for the model
@@ -47,7 +47,7 @@ class Evaluator:
         self.strategy = strategy
         self.days = model_days(store, day_of)
         self.batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes=True), strategy.delivered_dtype(store))
-        # each replica gets as many rows as any other
+        # equal numbers of rows for all replicas
         n_rows = -(-min(batch_size, len(store) or 1) // strategy.n_devices) * strategy.n_devices
         self.batches = evaluation_batches(store.n_bins, n_rows)
         augment = Augment(cfg.augment)

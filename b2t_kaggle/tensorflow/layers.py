@@ -38,7 +38,7 @@ def smooth(x: tf.Tensor, kernel: np.ndarray) -> tf.Tensor:
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c011
 def trial_bits(n: int, seeds: tf.Tensor, site: int) -> tf.Tensor:
-    "Random bits of each trial by its seed `[B, 2]`, uint32 `[B, n]`: the same compiled or not, on every device."
+    "Random bits of each trial by its seed `[B, 2]`, uint32 `[B, n]`: equal on every device, compiled or not."
     def draw(seed):
         site_seed = tf.random.experimental.stateless_fold_in(seed, site, alg='philox')
         return tf.bitcast(tf.random.stateless_uniform([n], site_seed, None, None, tf.uint32, alg='philox'), tf.int32)
@@ -64,7 +64,7 @@ def dropout(x: tf.Tensor, p: float, seeds: tf.Tensor | None, site: int) -> tf.Te
     bits = trial_bits(-(-n // 2), seeds, site)
     low = tf.bitwise.bitwise_and(bits, tf.constant(65535, tf.uint32))
     high = tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32))
-    # compared as uint32, because a GPU compares int32 on the host
+    # compared as uint32, because GPUs compare int32 on the host
     is_kept = tf.concat([low, high], 1)[:, :n] >= tf.constant(n_dropped, tf.uint32)
     scaled = x * tf.cast(65536 / (65536 - n_dropped), x.dtype)
     return tf.where(tf.reshape(is_kept, [-1, *x.shape[1:]]), scaled, tf.zeros([], x.dtype))

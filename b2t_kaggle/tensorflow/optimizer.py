@@ -25,7 +25,7 @@ def clip(grads: Mapping[str, tf.Tensor], largest: float) -> tuple[dict[str, tf.T
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c009
 def _per_row(values: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-    "A number for each row of a variable, with as many dimensions as the variable; one for all `[1]` stays as it is."
+    "A number for each row of a variable, with as many dimensions; one for all `[1]` stays unchanged."
     return values if values.shape == [1] else tf.reshape(values, [-1] + [1] * (len(variable.shape) - 1))
 
 def _zeros(shape) -> tf.Variable: return tf.Variable(tf.zeros(shape), trainable=False)
@@ -66,7 +66,7 @@ class StackedAdamW:
 
     def _update(self, w, exp_avg, exp_avg_sq, grad, step, updates, rate, decay):
         beta0, beta1 = self.betas
-        t = tf.maximum(step, 1.)  # a day that has not been in a batch has no step to divide by
+        t = tf.maximum(step, 1.)  # a day that never occurred has step 0
         m = beta0 * exp_avg + (1 - beta0) * grad
         v = beta1 * exp_avg_sq + (1 - beta1) * grad * grad
         denominator = tf.sqrt(v / (1 - beta1**t)) + self.epsilon
@@ -97,7 +97,7 @@ class LossScaler:
         return {name: grad * (1 / self.factor) for name, grad in grads.items()}
 
     def update(self, usable: tf.Tensor) -> None:
-        "Set the scale of the next step; `usable` `[]` tells whether this step was taken."
+        "Set the scale of the next step; `usable` `[]` is true if this step was taken."
         n_good = tf.where(usable, self.n_good + 1, 0.)
         grows = n_good == SCALE_INTERVAL
         factor = self.factor * tf.where(usable, tf.where(grows, 2., 1.), .5)

@@ -98,7 +98,7 @@ class Trainer(interface.Trainer):
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c012
 def _refuse(cfg: Config) -> None:
-    "Raises `TrainingError` for a value that TensorFlow does not have and that would change the result."
+    "Raises `TrainingError` for a value that TensorFlow lacks and that would change the result."
     for name, field in TrainConfig.model_fields.items():
         facts = facts_of(field)
         value = getattr(cfg.train, name)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 # %% ../../nbs/training/06_budget.ipynb #c004
 class Budget:
-    "Time that training may take, and how long steps, validations (of `val_batches` batches) and saves usually take."
+    "Limits training time, and records how long steps, validations (`val_batches` batches) and saves take."
     def __init__(self, minutes: float | None, val_batches: float):
         self.began = time.monotonic()
         self.limit = 60 * (minutes or math.inf)
@@ -45,14 +45,14 @@ class Budget:
     def usual(self, kind: str) -> float: return statistics.median(self.last[kind]) if self.calls[kind] else 0.
 
     def is_spent(self, steps: int = 1) -> bool:
-        "Whether the remaining time is only enough for a validation and a save."
+        "Whether only a validation and a save still fit into the time."
         step = self.usual('step') if self.calls['step'] > 1 else 0.
         validation = self.usual('validate') if self.calls['validate'] else step * self.val_batches
         return self.elapsed() + steps*step + validation + self.usual('save') > self.limit
 
 # %% ../../nbs/training/06_budget.ipynb #c008
 TIME_LIMIT_VARIABLE = 'B2T_SESSION' # Beginning of a run and its time limit, in seconds since 1970
-_WHOLE = 4 * 3600                # A time limit as long as this leaves room for the whole reserve of stages [s]
+_WHOLE = 4 * 3600                # Shorter limits reserve only a part for later stages [s]
 
 @dataclass
 class Deadline:
@@ -62,12 +62,12 @@ class Deadline:
 
     @classmethod
     def announced(cls) -> 'Deadline':
-        "The deadline that was announced; infinite without one."
+        "The current deadline; infinite without one."
         values = os.environ.get(TIME_LIMIT_VARIABLE, '').split()
         return cls(*map(float, values)) if len(values) == 2 else cls()
 
     def left(self, reserve: float = 0.) -> float:
-        "Seconds until the end, or until the `reserve` of later stages, whole from four hours on; negative after."
+        "Seconds until the end, or until the reserve of later stages; negative afterwards."
         if math.isinf(self.ends): return math.inf
         return self.ends - time.time() - reserve*min(1, (self.ends - self.began)/_WHOLE)
 
@@ -79,7 +79,7 @@ def announce_time_limit(hours: float | None) -> Deadline:
 
 @contextmanager
 def time_limit(hours: float | None) -> Iterator[Deadline]:
-    "Set the deadline for as long as the block lasts, unless one is set already."
+    "Set the deadline for the duration of the block, unless one is set already."
     is_announced = TIME_LIMIT_VARIABLE in os.environ
     try: yield announce_time_limit(hours)
     finally:
@@ -89,11 +89,11 @@ def time_limit(hours: float | None) -> Iterator[Deadline]:
 _Part = TypeVar('_Part')
 
 def in_time(
-    parts: Iterable[_Part],    # Parts of the work; making or processing one takes time
+    parts: Iterable[_Part],    # Parts of the work; producing or processing one takes time
     left: Callable[[], float], # Seconds that are left
     reserve: Callable[[], float] = lambda: 0., # Seconds that must be left afterwards
 ) -> Iterator[_Part]:
-    "Yield parts while there is time for another one, if it takes as long as the previous one."
+    "Yield parts while there is time for another one that takes as long as the previous one."
     parts = iter(parts)
     seconds = 0.
     while left() > seconds + reserve():

@@ -12,7 +12,7 @@ from pathlib import Path
 # %% ../../nbs/training/02_checkpoint_paths.ipynb #c006
 BEST = dict(pytorch='best.pt', tensorflow='best.weights.h5')
 LAST = dict(pytorch='last.pt', tensorflow='last.weights.h5')
-REFIT = 'refit.pt' # After `train.refit`, which is PyTorch's
+REFIT = 'refit.pt' # Written after `train.refit`; only in PyTorch
 
 # Places of each framework's model in a folder. PyTorch also reads the official kit's, whose archive has a folder in a
 # folder of the same name
@@ -23,7 +23,7 @@ _PLACES = dict(
 )
 
 def find_checkpoint(path: str | Path, framework: str) -> Path | None:
-    "The file with the model; None if the folder has none of this framework. A file is returned as it is."
+    "The file with the model; None if this framework has none in the folder. A file is returned as it is."
     path = Path(path)
     if not path.is_dir(): return path
     return next((path/p for p in _PLACES[framework] if (path/p).is_file()), None)

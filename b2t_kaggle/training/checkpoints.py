@@ -126,8 +126,8 @@ def transfer_weights(
     participants: Sequence[str] = (), # Participants of this run, in the order of their rows
     theirs: Sequence[str] = (),     # Participants of the trained model, in the order of their rows
 ) -> None:
-    """Replace `weights` in place; rows of sessions and participants that the trained model does not know stay as they
-    are. Raises `TrainingError` for a model of another shape."""
+    """Replace `weights` in place; rows of sessions and participants that the trained model lacks
+    stay unchanged. Raises `TrainingError` for a model of another shape."""
     def shapes(arrays): # The numbers of days and of participants may differ
         return {k: list(w.shape)[bool(is_per_day(k) or is_per_participant(k)):] for k, w in arrays.items()}
     expected = {k: w for k, w in weights.items() if k in new or not is_per_participant(k)}

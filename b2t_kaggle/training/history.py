@@ -81,14 +81,14 @@ class History:
         else: self.rows = old[old.step <= step].to_dict('records')
 
     def add(self,
-        step: int,                      # Batches that were done
+        step: int,                      # Batches so far
         values: dict[str, float],       # Means over the batch: `loss`, `grad_norm`, terms of the loss, other norms
         rates: dict[str, float],        # Learning rates of the batch
         seconds: float,                 # Time since the run began
         validation: dict | None = None, # Metrics from `summarize`
         *,
         end_row: bool = False,          # Whether a checkpoint follows
-        is_scaled: bool = False,        # Whether a gradient that is not a number means a skipped step of float16
+        is_scaled: bool = False,        # Whether a gradient that is not a number means a skipped step (float16)
     ) -> None:
         "Add a training batch; every tenth, or one with a validation or checkpoint, ends a row."
         self.window.append(values)

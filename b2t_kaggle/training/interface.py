@@ -28,7 +28,7 @@ from .trials import check_participants, name_trials
 # %% ../../nbs/training/05_interface.ipynb #c005
 @dataclass
 class StepResult:
-    "Result of a training step; its values stay on the device until someone reads them."
+    "Result of a training step; its values stay on the device until they are read."
     step: int               # Number of the step, from 0
     trials: np.ndarray      # Trials that this process computed `[B]`
     rates: dict[str, float] # Learning rates
@@ -57,22 +57,22 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        "Whether the step was skipped, because a gradient overflowed in float16."
+        "Whether the step was skipped after a gradient overflow in float16."
         return self.is_scaled and not math.isfinite(self.grad_norm)
 
 # %% ../../nbs/training/05_interface.ipynb #c007
 class Trainer:
-    "A model in training, and what it has reached; each framework derives its own."
+    "A model in training and its progress; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
     is_main_process = True
-    sync_every = 1            # Steps between checks of their results; each check makes the host wait for the device
+    sync_every = 1            # Steps between checks of results, for which the host waits
     device = ''               # Name of the device
     trials_on_device = False  # Whether the device's memory holds the training trials
     scaler: Any = None        # Scaler of the loss in float16, with the methods of `torch.amp.GradScaler`
     step = 0                  # Steps that are done
     n_skipped = 0             # Steps that a scaler left out
-    seconds = 0.              # Time spent so far, in all parts of the run
-    current = ''              # `validating` during a validation, for an error about full memory
+    seconds = 0.              # Training time so far, over all parts of the run
+    current = ''              # `validating` during a validation, for errors about full memory
 
     def __init__(self,
         store: TrialStore,            # Training trials
@@ -95,7 +95,7 @@ class Trainer:
         self.best = BestTracker()
 
     def steps(self, end: int) -> Iterator[StepResult]:
-        "Take the steps before `end` that are left."
+        "Take the remaining steps before `end`."
         raise NotImplementedError
 
     def metrics(self) -> dict:
@@ -122,7 +122,7 @@ class Trainer:
 
     @property
     def is_refitting(self) -> bool:
-        "Whether the weights have been trained on val, so that its metrics would mean nothing."
+        "Whether the weights have been trained on val, so that its metrics are meaningless."
         return self.refit_from is not None and self.step > self.refit_from
 
 # %% ../../nbs/training/05_interface.ipynb #c011
@@ -147,7 +147,7 @@ _SAVED = dict(fingerprint=dict, step=int, seconds=int | float, best=dict, bad_ev
 
 @patch
 def state(self: Trainer) -> dict:
-    "State of the run besides the weights and the optimiser, as plain values, from which it continues."
+    "State of the run besides the weights and the optimiser, as plain values, to continue from."
     state = dict(fingerprint=self.fingerprint, device=self.device, step=self.step, seconds=self.seconds,
                  best=self.best.metrics, bad_evals=self.best.bad_evals, n_skipped=self.n_skipped)
     if self.refit_from is not None: state['refit_from'] = self.refit_from

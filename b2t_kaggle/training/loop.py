@@ -40,7 +40,7 @@ from b2t_kaggle.training.trackers import (
 _INTERRUPTED = 'interrupted' # Why a run stopped before its last step
 
 class Loop:
-    "The remaining steps of a run, and the work of the host between them."
+    "The remaining steps of a run, and the host's work between them."
     log: Callable[[list[dict], dict], None] | None = None # Tracker of new rows of the curves and of the PER by session
     callback: Callable[[int, float], bool] | None = None # Callback of a sweep point
 
@@ -62,8 +62,8 @@ class Loop:
         self.stopped = trainer.best.has_converged(trainer.cfg.train)
 
     def run(self, progress: bool = True) -> str | None:
-        """Take the remaining steps; returns why it stopped before the last one, or None. Raises `TrainingError`,
-        and `KeyboardInterrupt` with the number of saved batches if the program was asked to end."""
+        """Take the remaining steps; returns why it stopped early, or None. Raises `TrainingError`,
+        and `KeyboardInterrupt` with the number of saved batches after a stop signal."""
         t = self.trainer
         end = t.cfg.train.num_training_batches
         hidden = not (progress and t.is_main_process)
@@ -75,7 +75,7 @@ class Loop:
                 if not self._must_sync(): continue
                 bar.set_postfix(self._sync(), refresh=False)
                 if self.stopped: break
-            # All wait until the main process has saved: when one process ends, its launcher ends the others
+            # All wait for the main process to save: a launcher ends all processes after the first
             was_interrupted = any(t.gather(self.is_interrupted()))
         if self.stopped == _INTERRUPTED or was_interrupted:
             raise KeyboardInterrupt(f'{t.step:,} of {end:,} batches are saved')
@@ -91,7 +91,7 @@ class Loop:
                 or t.step in (self.first_step, t.refit_from) or len(self.pending) == t.sync_every)
 
     def _sync(self) -> dict[str, Any]:
-        "Look at the results of the pending steps, validate and save if that is due; returns figures for the bar."
+        "Check the results of the pending steps, validate and save if that is due; returns figures for the bar."
         t = self.trainer
         c = t.cfg.train
         means = self._check()
@@ -134,7 +134,7 @@ def _check(self: Loop) -> list[dict[str, float]]:
 
 @patch
 def _ask_to_stop(self: Loop) -> None:
-    "Stop after a Ctrl-C in any process, or if the main process has time left only for a validation and a save."
+    "Stop after a Ctrl-C in any process, or if the main process has only time for a validation and a save."
     t = self.trainer
     if t.is_over: return
     spent, interrupted = zip(*t.gather((self.budget.is_spent(t.sync_every), self.is_interrupted())))
@@ -143,7 +143,7 @@ def _ask_to_stop(self: Loop) -> None:
 
 @patch
 def _ask_callback(self: Loop, validation: dict | None) -> None:
-    "Stop if other points of a sweep did better; the main process, which has the callback, decides."
+    "Stop if other points of a sweep did better; the main process decides."
     t = self.trainer
     if validation is None or not self._is_due(t.cfg.train.batches_per_val_step): return
     is_pruned = self.callback is not None and self.callback(t.step, validation['val_per'])
@@ -203,7 +203,7 @@ def begin(self: Loop, continues: bool) -> None:
 
 @patch(as_prop=True)
 def is_tracked(self: Loop) -> bool:
-    "Whether trackers see this loop: in the main process, if there are steps left."
+    "Whether trackers record this loop: in the main process, if steps remain."
     t = self.trainer
     return t.is_main_process and not self.stopped and not t.is_over
 
@@ -239,8 +239,9 @@ def fit(
     progress: bool = True,         # Show a progress bar
 ) -> dict:
     """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model `val_per`,
-    `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of steps left out because a gradient
-    overflowed; with a refit `refit_from`, the batches before it, on which alone these metrics rest. Raises
+    `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of steps skipped
+    after a gradient overflow; with a refit `refit_from`, the batches before it, to which these
+    metrics belong. Raises
     `TrainingError`, or `WriteError` if the disk is full."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,9 @@ class Checkpoints:
         self.refit = out/REFIT
 
     def save(self, is_best: bool) -> None:
-        """Write the best model if it is new, the refitted one at the end, the curves, and the state from which the run
-        continues, in this order. The first state is saved before any model: a model without one is another run's."""
+        """Write the best model if it is new, the refitted one at the end, the curves, and the
+        state to continue from, in this order. The first state is saved before any model: a model
+        without a state belongs to another run."""
         t = self.trainer
         is_first = not self.last.exists()
         if is_first: self._save_state()
@@ -81,7 +82,7 @@ def set_aside(path: Path) -> str:
 
 @patch
 def start_over(self: Checkpoints) -> None:
-    "Set models aside that are without the state of their training."
+    "Set models aside that lack the state of their training."
     for path in (self.best, self.refit) if self.trainer.is_main_process else ():
         if not path.is_file(): continue
         print(f'{path}: its training cannot continue, for {self.last.name} is gone; it is set aside as '
@@ -89,7 +90,7 @@ def start_over(self: Checkpoints) -> None:
 
 @patch
 def _figures(self: Checkpoints, path: Path) -> dict | None:
-    "Figures of a saved model, the same in all processes."
+    "A saved model's figures, equal in all processes."
     t = self.trainer
     figures = None
     if t.is_main_process:
@@ -113,7 +114,7 @@ def verify(self: Checkpoints) -> None:
 
 @patch
 def _rebuild_best(self: Checkpoints, figures: dict | None) -> None:
-    "Make the weights as they are the best model, unless they have seen val."
+    "Make the current weights the best model, unless they have seen val."
     t = self.trainer
     if t.is_refitting:
         raise TrainingError(f'{self.best} is lost, and {self.last} cannot take its place: it has been trained on val '
@@ -124,7 +125,7 @@ def _rebuild_best(self: Checkpoints, figures: dict | None) -> None:
     t.is_best(self.budget.timed('validate', t.validate), True)
     t.best.bad_evals = bad_evals
     if not t.is_main_process: return
-    # A process that is killed while it saves may leave the model of a later batch
+    # A process killed while saving may leave a later model
     is_foreign = figures and not (isinstance(figures['step'], int) and figures['step'] > t.step)
     problem = f'is another model, set aside as {set_aside(self.best)}' if is_foreign else 'is lost'
     print(f'{self.best} {problem}; it is rebuilt from {self.last.name}: batch {t.best.metrics["step"]}')

@@ -83,8 +83,8 @@ class WandbTracker:
     def __init__(self, run: TrackedRun):
         import wandb
         mode = _wandb_mode()
-        file = run.folder/'trackers.json' # Has the id under which the run continues
-        # Offline each part is a separate run: `wandb sync` would replace data that another part of the same id sent
+        file = run.folder/'trackers.json' # Has the id of the run to continue
+        # Offline each part is a separate run: `wandb sync` would replace data sent by another part with the same id
         continues = run.step and mode != 'offline' and file.exists()
         run_id = json.loads(file.read_text())['wandb'] if continues else None
         self.run = wandb.init(project=os.environ.get('WANDB_PROJECT') or 'b2t_kaggle', name=run.name, group=run.name,
@@ -95,7 +95,7 @@ class WandbTracker:
         self.run.define_metric('val_per', step_metric='batch', summary='min')
         if mode == 'offline': print(f'Weights & Biases is offline; later: wandb sync {Path(self.run.dir).parent}')
 
-    # Weights & Biases ignores a step that it has already, such as one that is taken again after a kill
+    # Weights & Biases ignores steps that it already has, such as repeated ones after a kill
     def log(self, step, values): self.run.log(dict(batch=step) | values, step=step)
     def finish(self, succeeded): self.run.finish(0 if succeeded else 1)
 
@@ -164,7 +164,7 @@ def open_storage(
     optuna = import_optuna()
     if '://' in place: return optuna.storages.RDBStorage(place)
     path = str(Path(place).absolute())
-    if path.endswith('.db'): # A path as an address would have to be quoted
+    if path.endswith('.db'): # An address would have to be quoted
         from sqlalchemy.pool import QueuePool
         connect = partial(sqlite3.connect, path, check_same_thread=False)
         return optuna.storages.RDBStorage('sqlite://', dict(creator=connect, poolclass=QueuePool))
@@ -179,7 +179,7 @@ def open_storage(
     return optuna.storages.JournalStorage(JournalFileBackend(path, Lock(path)))
 
 def _cut_torn_line(path: str) -> None:
-    "Cut off a file after its last line break; a killed machine or a full disk may have left half a line."
+    "Cut off a file after its last line break; a killed machine or a full disk may leave half a line."
     with open(path, 'r+b') as f:
         text = f.read()
         if not text.endswith(b'\n'): f.truncate(text.rfind(b'\n') + 1)
@@ -190,8 +190,9 @@ TRIAL_VARIABLE = 'B2T_TRIAL' # JSON: `storage`, as for `open_storage`; `study`; 
 def callback_from_env(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> Callable[[int, float], bool] | None:
-    """Callback of the sweep point that this process trains; None if it trains no sweep point. It reports the batch and
-    PER of a validation to Optuna and returns whether the point is pruned, which the study records. If the study cannot
+    """Callback of the sweep point that this process trains; None if it trains no sweep point. It
+    reports a validation's batch and PER to Optuna and returns whether the point is pruned, which
+    the study records. If the study cannot
     be reached, it prints a line and the training continues."""
     if TRIAL_VARIABLE not in environ: return None
     point = json.loads(environ[TRIAL_VARIABLE])
@@ -208,7 +209,7 @@ def callback_from_env(
         try:
             frozen = study().trials[point['number']]
             trial = import_optuna().trial.Trial(study(), frozen._trial_id)
-            if step not in frozen.intermediate_values: trial.report(per, step) # It may be taken again after a kill
+            if step not in frozen.intermediate_values: trial.report(per, step) # Steps may be repeated after a kill
             if not trial.should_prune(): return False
             trial.set_user_attr('pruned', step)
             return True

@@ -45,9 +45,9 @@ def name_trials(store: TrialStore, indices) -> str:
 def usable_trials(
     store: TrialStore,   # Training trials
     cfg: Config,         # The run's configuration
-    verbose: bool = True, # Whether to list the trials that are left out; one of several processes does
+    verbose: bool = True, # Whether to list the trials that are left out; only one process does
 ) -> np.ndarray:
-    "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` if none."
+    "Indices of trials that CTC can align however much augmentation cuts `[n]`. Raises `TrainingError` if none."
     left_out = _unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         warnings.warn(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
@@ -68,8 +68,8 @@ def model_days(store: TrialStore, day_of: dict[str, int]) -> np.ndarray:
 
 # %% ../../nbs/training/01_trials.ipynb #c017
 def check_participants(store: TrialStore, cfg: Config) -> None:
-    """Raise `TrainingError` if trials have other features than the model takes, or than `model.participants` says
-    for their sessions."""
+    """Raise `TrainingError` if trials have a number of features that the model, or
+    `model.participants`, does not expect."""
     if not cfg.model.participants and store.n_features != cfg.model.neural_dim:
         raise TrainingError(f'{store.path}: trials have {store.n_features} features, but model.neural_dim is '
                             f'{cfg.model.neural_dim}; set model.neural_dim={store.n_features}')

@@ -82,7 +82,7 @@ class EncoderConfig(Section):
         return 1
 
     def stream_stride(self) -> int:
-        "Bins from one answer of a stream to the next: one frame, unless frames come in chunks."
+        "Bins between two outputs of a stream: one frame, unless frames are computed in chunks."
         return self.frame_stride()
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c009
@@ -136,14 +136,14 @@ def encoder_config(name: str) -> type[EncoderConfig]:
         raise ConfigError(f'model.name: there is no encoder {name!r}, expected {" or ".join(map(repr, names))}'
                           f'{did_you_mean(str(name), names, "an encoder of a plugin needs --plugin FILE.py")}')
     try: classes = list(_import_encoder(package, name, Section)) # The package's EncoderConfig is not this notebook's
-    except Exception as e: # An unfinished encoder must not keep others from being used
+    except Exception as e: # Unfinished encoders must not affect others
         raise ConfigError(f'model.name = {name}: the encoder in {package} cannot be imported ({e!r})') from e
     for c in classes:
         if 'name' in c.model_fields and c.model_fields['name'].default == name: return cast(type[EncoderConfig], c)
     raise ConfigError(f'{package}.{name}: expected a class that derives from EncoderConfig, with name = {name!r}')
 
 def encoder_configs() -> dict[str, type[EncoderConfig]]: # Configuration classes by name
-    "All encoders that can be imported here: others are unfinished, or their framework is not installed."
+    "All encoders that can be imported here; others are unfinished, or lack their framework."
     configs = {}
     for name in encoder_names():
         with suppress(ConfigError): configs[name] = encoder_config(name)

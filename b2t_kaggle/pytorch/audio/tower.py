@@ -60,7 +60,7 @@ class AudioTower:
         return n[1] if isinstance(n, tuple) else n
 
     def waves(self, speeches: Sequence[Speech]) -> list[np.ndarray]:
-        "Waveforms `[n]` at the tower's rate. Raises `AudioError` for a speech that is too long or too short."
+        "Waveforms `[n]` at the tower's rate. Raises `AudioError` for speech that is too long or too short."
         for s in speeches:
             if not 2*self.frame_seconds <= s.seconds <= self.window_seconds:
                 raise AudioError(f'{s.text!r}: {s.seconds:.3f} s of speech, expected {2*self.frame_seconds:g} to '
@@ -80,7 +80,7 @@ class AudioTower:
         return [row[:n].float().cpu().numpy() for row, n in zip(rows, self._n_frames(n_mels).tolist())]
 
     def provenance(self) -> dict[str, Any]:
-        "Name, revision, weights, size and type of numbers, which determine the vectors."
+        "Name, revision, weights, size and dtype, which determine the vectors."
         return dict(name=self.name, revision=self.revision, model=model_mark(self.model), dimension=self.dimension,
                     dtype=self.dtype)
 

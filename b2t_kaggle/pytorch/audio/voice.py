@@ -23,7 +23,7 @@ from ...lm.llm import LanguageModelError, pretrained, reason_of
 
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c005
 class AudioError(RuntimeError):
-    "A voice, a tower or a sound that cannot be used; the message says what is wrong and what to do."
+    "A voice, tower or sound that cannot be used; the message says why and what to do."
 
 @dataclass(frozen=True)
 class Speech:
@@ -37,7 +37,7 @@ class Speech:
 
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c007
 class EspeakVoice:
-    "The program espeak-ng, which speaks by rules."
+    "The program espeak-ng, a rule-based synthesizer."
     def __init__(self,
         language: str = 'en-us', # Name that `espeak-ng --voices` lists
         pace: float = 1.,        # Factor of 175 words a minute
@@ -139,7 +139,7 @@ Voice = EspeakVoice | TransformersVoice
 
 def load_voice(
     name: str | Path,    # `espeak-ng`, `espeak-ng:LANGUAGE`, or a transformers model: a folder or a name on the hub
-    pace: float = 1.,    # Factor of the voice's own pace
+    pace: float = 1.,    # Factor of the voice's normal pace
     device: str = 'cpu', # Device of a model
 ) -> Voice:
     "A voice. Raises `AudioError`."

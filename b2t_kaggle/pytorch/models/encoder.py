@@ -25,7 +25,7 @@ from ...training.recipe import TrainingError
 class Encoder(nn.Module):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
-    is_causal: bool = False # Whether no frame depends on bins after its own
+    is_causal: bool = False # Whether frames never depend on later bins
     read_out: ClassVar[str] = 'out' # Name of the linear layer from states to logits
     patch_layer: ClassVar[tuple[str, ...]] = () # Prefixes of the parameters that read patches of bins
     changing_args: ClassVar[tuple[str, ...]] = () # Names of the `training_args` that change from step to step
@@ -37,7 +37,7 @@ class Encoder(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: EncoderConfig, n_days: int) -> 'Encoder':
-        "The model of a configuration; for encoders whose constructor has other arguments."
+        "Build the model of a configuration; override it for other constructors."
         return cls(cfg, n_days)
 
     def forward(self,
@@ -62,7 +62,7 @@ class Encoder(nn.Module):
 
     @property
     def acoustic(self) -> 'Encoder':
-        "The model that makes the logits: this one, or one inside."
+        "The model with the logits: this one, or an inner one."
         return self
 
 def mask_padding(x: Tensor, n_bins: Tensor | None) -> Tensor:
@@ -92,13 +92,13 @@ def check_bins(x: Tensor, patch_size: int) -> None:
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c008
 @patch
 def parts(self: Encoder) -> dict[str, str]:
-    "Parts whose gradient norms get curves of their own: name and prefix of their parameters."
+    "Parts with separate curves of gradient norms: name and prefix of their parameters."
     return {}
 
 @patch
 def is_per_day(self: Encoder, name: str) -> bool:
-    """Whether a parameter has a row per day. It has a learning rate and decay of its own, and rows of days that a batch
-    lacks stay unchanged."""
+    """Whether a parameter has a row per day. It has a separate learning rate and decay, and rows
+    of days that a batch lacks stay unchanged."""
     return name.startswith('day_')
 
 @patch
@@ -108,7 +108,7 @@ def decays(self: Encoder, name: str, parameter: Tensor) -> bool:
 
 @patch
 def freeze(self: Encoder) -> None:
-    "Turn off the gradients of parts that are not trained according to the configuration."
+    "Turn off the gradients of parts that the configuration freezes."
 
 @patch
 def checkpoint(self: Encoder) -> dict[str, dict[str, Tensor]]:
@@ -140,14 +140,14 @@ def training_losses(self: Encoder, out: Any, ctc: Callable[[Tensor], Tensor],
 
 @patch
 def training_logits(self: Encoder, out: Any) -> Tensor:
-    "The logits `[B, T', K]` of inference in the output of a training step; for validation and `train.cr_ctc`."
+    "The logits `[B, T', K]` of inference, from a training step's output; for validation and `train.cr_ctc`."
     if isinstance(out, Tensor): return out
     raise TrainingError(f'model.name = {self.cfg.name}: {type(self).__name__} does not define training_logits, '
                         'which extracts the logits of inference from the output of forward in training')
 
 @patch
 def training_state(self: Encoder) -> dict:
-    "State of the training besides the weights, tensors or plain values, which a resumed run needs."
+    "Training state besides the weights, tensors or plain values, which a resumed run needs."
     return {}
 
 @patch
@@ -187,7 +187,7 @@ def all_losses(
     return losses
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c012
-def _identity(n: int) -> Tensor: return torch.zeros(n, n).fill_diagonal_(1) # `torch.eye` on `meta` imports for a second
+def _identity(n: int) -> Tensor: return torch.zeros(n, n).fill_diagonal_(1) # `torch.eye` on `meta` takes a second
 
 @patch
 def add_day_layer(self: Encoder) -> None:

@@ -50,7 +50,7 @@ def init_gru(gru: GRU) -> None:
         if 'weight_ih' in name: nn.init.xavier_uniform_(p)
 
 def freeze_gru(model: Frontend, cfg: RecurrentConfig) -> None:
-    "Turn off the gradients of GRU layers that are not trained according to the configuration."
+    "Turn off the gradients of GRU layers that the configuration freezes."
     for m in model.modules():
         if isinstance(m, GRU): m.requires_grad_(cfg.rnn_trainable)
 

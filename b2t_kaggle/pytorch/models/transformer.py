@@ -21,7 +21,7 @@ from .encoder import Encoder, check_bins, check_days
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c006
 class RelativePositions(nn.Module):
-    "Biases of the scores of attention by the distance of two frames, in each head (T5; Raffel et al., 2020)."
+    "Attention biases by the distance of two frames, in each head (T5; Raffel et al., 2020)."
     def __init__(self, cfg: TransformerConfig):
         super().__init__()
         self.farthest = cfg.max_distance
@@ -124,11 +124,11 @@ def attend(
     q: Tensor,      # Queries `[B, H, n, head_dim]`
     k: Tensor,      # Keys `[B, H, m, head_dim]`
     v: Tensor,      # Values `[B, H, m, head_dim]`
-    added: Tensor,  # Terms of the scores, of a shape that spreads to `[B, H, n, m]`
+    added: Tensor,  # Terms to add to the scores, broadcast to `[B, H, n, m]`
     p: float = 0.0, # Dropout of the weights
 ) -> Tensor:
     "Weighted sums of values, head beside head, `[B, n, H · head_dim]` (Vaswani et al., 2017)."
-    if p and q.device.type == 'cpu':  # dropout of `scaled_dot_product_attention` takes as long as the softmax there
+    if p and q.device.type == 'cpu':  # PyTorch's dropout takes as long as the softmax there
         scores = (q * q.shape[-1]**-0.5) @ k.mT + added
         y = dropout(scores.softmax(-1), p, training=True) @ v
     else: y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype), dropout_p=p)
@@ -184,7 +184,7 @@ def _by_day(self: Transformer, x: Tensor, day_idx: Tensor) -> Tensor:
 
 @patch
 def decays(self: Transformer, name: str, parameter: Tensor) -> bool:
-    "Whether weight decay applies to a parameter `[…]`: to matrices, not to biases, gains and biases of distances."
+    "Whether weight decay applies to a parameter `[…]`: to matrices, not to biases, gains and distance biases."
     return super(Transformer, self).decays(name, parameter) and name != 'positions.bias'
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c038

@@ -31,7 +31,7 @@ class _ReverseGradient(torch.autograd.Function):
 
 def reverse_gradient(x: Tensor, strength: float | Tensor) -> Tensor:
     "`x` `[…]`, whose gradient is multiplied by −λ, the strength (Ganin et al., 2016). λ gets no gradient."
-    # Made on the host and with a dimension: XLA treats a lone number as a constant
+    # On the host and with a dimension: XLA treats a lone number as a constant
     strength = strength.reshape(1) if isinstance(strength, Tensor) else torch.tensor([strength], dtype=torch.float32)
     return _ReverseGradient.apply(x, strength.to(x.device))
 
@@ -86,7 +86,7 @@ class CleanSpeechModel(_FrameGRU):
         return f.unpack(self.out(y)), states
 
 class NoisySpeechModel(CleanSpeechModel):
-    "The adversary: reads phonemes from the noise, through a gradient reversal of strength λ."
+    "The adversary: recognises phonemes in the noise, through a gradient reversal of strength λ."
     def forward(self, f: Frames, noise: Tensor, strength: float | Tensor) -> Tensor:
         "Logits `[B, T', K]` for noise in the order of `f.x`."
         return super().forward(f, reverse_gradient(noise, strength))[0]

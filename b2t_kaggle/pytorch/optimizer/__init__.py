@@ -48,7 +48,7 @@ class DayScaledAdam(RunOptimizer):
 def make_optimizer(
     model: Encoder,    # Model on its device
     cfg: TrainConfig,  # The run's `train` group
-    is_compiled: bool, # Whether a compiler sees the step, as XLA's does
+    is_compiled: bool, # Whether a compiler traces the step, as for XLA
 ) -> RunOptimizer:
     "The optimiser that a run asks for."
     if cfg.optimizer == 'scaled_adam': return DayScaledAdam(model, cfg)

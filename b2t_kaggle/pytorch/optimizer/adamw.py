@@ -29,7 +29,7 @@ def new_state(
     return state
 
 class RunOptimizer:
-    "Base of the optimisers of a run: a state of tensors by name, and the step of one of PyTorch's."
+    "Base of a run's optimisers: a state of tensors by name, and one of PyTorch's steps."
     state: dict[str, dict[str, Tensor]] # Moments `[…]` of each parameter by name, of its shape
     scaler: torch.amp.GradScaler | None = None # Scales the loss in float16
     adam: torch.optim.Optimizer
@@ -39,8 +39,9 @@ class RunOptimizer:
         self.scaler.unscale_(self.adam)
 
     def step(self, rates: dict, days: Any) -> None:
-        """Update from the gradients of the model, then clear them; `days` are the batch's `[days]`. With a scaler an
-        overflow changes only the scale; the host does not wait for the device to learn of it."""
+        """Update from the gradients of the model, then clear them; `days` are the batch's
+        `[days]`. With a scaler an overflow changes only the scale; the host does not wait for the
+        device."""
         for group in self.adam.param_groups: group['lr'] = rates[group['rate']]
         if self.scaler:
             self.scaler.step(self.adam)
@@ -76,13 +77,13 @@ class DayAdamW(RunOptimizer):
         "A parameter, or its rows, for `torch.optim.AdamW`, and their states."
         state = self.state[name]
         if not model.is_per_day(name): return [p], [dict(state, step=state['step'][0])]
-        # views: each shares its memory, and its state's memory, with a row
+        # views that share memory and state with a row
         rows = [nn.Parameter(row, requires_grad=p.requires_grad) for row in p.data]
         self.stacked[p] = rows
         return rows, [{k: v[i] for k, v in state.items()} for i in range(len(rows))]
 
     def _split_gradients(self, days: np.ndarray) -> None:
-        "The gradients of a batch's days to their rows, which share their memory."
+        "Gradients of a batch's days, assigned to rows that share their memory."
         for p, rows in self.stacked.items():
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
 
@@ -97,7 +98,7 @@ class DayAdamW(RunOptimizer):
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c014
 class StackedAdamW(RunOptimizer):
-    "`DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
+    "`DayAdamW` in plain tensor operations; the same program for all days."
     def __init__(self, model: Encoder, cfg: TrainConfig):
         self.params = {name: (p, *group_of(model, name, p, cfg)) for name, p in model.named_parameters()}
         self.per_day = {name for name in self.params if model.is_per_day(name)}
@@ -122,7 +123,7 @@ class StackedAdamW(RunOptimizer):
 
     def _update(self, p: Tensor, state: dict, step: Tensor, lr: Tensor, decay: float) -> tuple[Tensor, Tensor, Tensor]:
         beta0, beta1 = self.betas
-        t = step.clamp(min=1)  # a day that was never seen has no step to divide by
+        t = step.clamp(min=1)  # a day that never occurred has step 0
         m = torch.lerp(state['exp_avg'], p.grad, 1 - beta0)
         v = beta1 * state['exp_avg_sq'] + (1 - beta1) * p.grad * p.grad
         denominator = (v / (1 - beta1**t)).sqrt() + self.epsilon

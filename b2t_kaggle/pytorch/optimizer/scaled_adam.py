@@ -20,7 +20,7 @@ _CLIPPING = 'norms', 'threshold', 'n_norms'
 
 class ScaledAdam(torch.optim.Optimizer):
     "Adam with steps relative to each parameter's size (Yao et al., 2024), with icefall's arguments."
-    _step_supports_amp_scaling = True # An overflow is left out on the device
+    _step_supports_amp_scaling = True # The device skips a step with an overflow
 
     def __init__(self,
         params: Iterable,               # Parameters, pairs (name, parameter), or groups of `params` or `named_params`
@@ -53,8 +53,8 @@ class ScaledAdam(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        found_inf = getattr(self, 'found_inf', None)   # A `GradScaler` sets both for a step
-        grad_scale = getattr(self, 'grad_scale', None) # None if gradients are unscaled already
+        found_inf = getattr(self, 'found_inf', None)   # Set by a `GradScaler` for a step
+        grad_scale = getattr(self, 'grad_scale', None) # None if gradients are already unscaled
         active = None if found_inf is None else found_inf.view(1) == 0
         unscale = None if grad_scale is None else 1 / grad_scale.view(1)
         for group in self.param_groups:
@@ -158,7 +158,7 @@ def _take_step(p: Tensor, g: Tensor, state: State, group: dict, active: Tensor |
     return moved if active is None else torch.where(_wide(active, p), moved, p)
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c023
-_EARLY = 10, 20, 40 # Steps within the first period that also set a limit
+_EARLY = 10, 20, 40 # Steps of the first period that also set a limit
 
 def _new_clipping(period: int, like: Tensor) -> State:
     "The state before the first step: `norms` `[period]`, `threshold` `[1]` and `n_norms` `[1]`."
@@ -214,7 +214,7 @@ class Stack:
         return self._as_one([p.detach() for p in self.params])
 
     def gradients(self, factor: Tensor | None) -> Tensor:
-        "Gradients of the parameters `[N, …]`, zeros for parameters without one, times a factor `[1]`."
+        "Gradients of the parameters `[N, …]` times a factor `[1]`; zeros if a parameter has none."
         g = self._as_one([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         return g if factor is None else g * factor
 
@@ -225,8 +225,8 @@ class Stack:
         return (g.reshape(len(g), -1).square().sum(1) * scale**2).sum()
 
     def step(self, factor: Tensor | None = None, active: Tensor | None = None) -> None:
-        """Take a step with gradients times `factor` `[1]`, if it is `active` `[1]`. They are stacked again after
-        `norm_sq`: all of them together would be a model more."""
+        """Take a step with gradients times `factor` `[1]`, if it is `active` `[1]`. Stacked again
+        after `norm_sq`, because keeping all stacks would need the memory of another model."""
         rows = self.group['rows']
         p = self.values()
         g = self.gradients(factor)
@@ -269,7 +269,7 @@ class Eden:
         return _falling(self.batch, self.lr_batches, .25) * _falling(self.epoch, self.lr_epochs, .25)
 
     def get_lr(self) -> list[float]:
-        "The rate of each group at the present batch and epoch."
+        "The current rate of each group."
         done = min(1., self.batch / self.warmup_batches) if self.warmup_batches else 1.
         return [lr * self.factor() * (self.warmup_start + (1 - self.warmup_start) * done) for lr in self.base_lrs]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # %% ../../../nbs/pytorch/scaling/02_activations.ipynb #c005
-SLOPE = 0.08 # of the line that is subtracted
+SLOPE = 0.08 # Slope of the subtracted line
 SHIFT = {'SwooshL': 4.0, 'SwooshR': 1.0}
 OFFSET = {'SwooshL': 0.035, 'SwooshR': 0.313261687}
 

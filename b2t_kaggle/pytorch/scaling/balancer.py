@@ -42,7 +42,7 @@ def balance_line(
     m = mean / std
     a = exceeded(m, *mean_limits) / std
     b = exceeded(rms, *rms_limits) / rms.square()
-    spread = torch.where(variance > 1e-20, a * m / std, 0) # a constant channel cannot spread
+    spread = torch.where(variance > 1e-20, a * m / std, 0) # a constant channel has no spread
     b = torch.where(square > 1e-20, b, 0)
     start, slope = a + spread * mean, b - spread
     size = ((start + slope * mean).square() + slope.square() * variance.clamp(min=0)).sqrt()
@@ -79,7 +79,7 @@ class Balancer(nn.Module):
         max_positive: FloatLike = 0.95,   # Largest share of positive values
         min_abs: FloatLike = 0.2,         # Smallest mean absolute value
         max_abs: FloatLike = 100.0,       # Largest mean absolute value
-        grad_scale: FloatLike = 0.04,     # Size of the change in proportion to the gradient
+        grad_scale: FloatLike = 0.04,     # Size of the change relative to the gradient
         prob: FloatLike | None = None,    # Share of the calls in which it acts; None: falling from 1/2 to 1/8
     ):
         super().__init__()
@@ -122,7 +122,7 @@ class _LimitParameter(torch.autograd.Function):
 
 def limit_param_value(x: Tensor, min: FloatLike, max: FloatLike, # noqa: A002 - icefall's names
                       prob: float = 0.6, training: bool = True) -> Tensor:
-    "Return `x` `[…]`; negate values of its gradient that would push it further beyond a limit."
+    "Return `x` `[…]`; in its gradient, negate values that would push it further beyond a limit."
     acts = training and bernoulli(prob, x.device)
     return x if acts is False else _LimitParameter.apply(x, value_of(min), value_of(max), acts)
 

@@ -36,7 +36,7 @@ def _is_off(p: float | Tensor, training: bool) -> bool:
     return not training or (isinstance(p, float | int) and p == 0)
 
 class _DropLines(torch.autograd.Function):
-    "A product with a mask and a number that stores its result."
+    "A product with a mask and a number; stores only its result."
     @staticmethod
     def forward(ctx, x, mask, scale):
         y = (x * mask).mul_(scale)
@@ -115,7 +115,7 @@ class ActivationDropoutAndLinear(nn.Module):
         bias: bool = True,                     # Whether the linear layer has a bias
         activation: str = 'SwooshL',           # Activation: `SwooshL` or `SwooshR`
         dropout_p: FloatLike = 0.0,            # Dropout after the activation
-        dropout_shared_dim: int | None = -1,   # Dimension that shares the mask, if any
+        dropout_shared_dim: int | None = -1,   # Dimension along which the mask is equal
         initial_scale: float = 1.0,            # Factor of the initial weights
     ):
         "Raises `ValueError` for an unknown activation."

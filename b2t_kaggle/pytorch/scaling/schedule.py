@@ -70,7 +70,7 @@ class ScheduledFloat(nn.Module):
         self.name = None
 
     def value(self) -> float | Tensor:
-        "The present value; a tensor `[]` if `batch_count` is one."
+        "The current value; a tensor `[]` if `batch_count` is one."
         if self.batch_count is None or not self.training: return float(self.default)
         return self.schedule(self.batch_count)
 
@@ -90,7 +90,7 @@ class ScheduledFloat(nn.Module):
 FloatLike = float | ScheduledFloat
 
 def value_of(number: FloatLike) -> float | Tensor:
-    "The present value: a float, or a tensor `[]` if the number of batches is one."
+    "The current value: a float, or a tensor `[]` if the number of batches is one."
     return number.value() if isinstance(number, ScheduledFloat) else number
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c014
@@ -101,7 +101,7 @@ def set_batch_count(model: nn.Module, batch_count: float | Tensor) -> None:
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c019
 def bernoulli(p: float | Tensor, device: torch.device) -> bool | Tensor:
-    "`True` with probability `p`: a `bool` that the host draws, on XLA a tensor `[]` that the device draws."
+    "`True` with probability `p`: a `bool` drawn on the host, or on XLA a tensor `[]` drawn on the device."
     if device.type == 'xla': return torch.rand((), device=device) < p
     return torch.rand(()).item() < float(p)
 

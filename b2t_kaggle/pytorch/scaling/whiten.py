@@ -43,7 +43,7 @@ class _Probability:
         self.lower = lower
         self.upper = upper
         self._value = upper   # On XLA a tensor [1], because torch_xla treats a lone number as a constant
-        self._pending = None  # On a GPU a result on its way to the host, and the event of its arrival
+        self._pending = None  # On a GPU a result on its way to the host, and an event
 
     @property
     def value(self) -> float:
@@ -113,8 +113,8 @@ class Whiten(nn.Module):
     def __init__(self,
         num_groups: int,                    # Groups of channels, each with a covariance of its own
         whitening_limit: FloatLike,         # Largest measure without a change, 1 … C / `num_groups`
-        prob: float | tuple[float, float],  # Share of the calls in which it acts: after a call below the limit, above
-        grad_scale: FloatLike,              # Size of the change in proportion to the gradient
+        prob: float | tuple[float, float],  # Probability of acting: after a call below the limit, above
+        grad_scale: FloatLike,              # Size of the change relative to the gradient
     ):
         super().__init__()
         self.num_groups = num_groups

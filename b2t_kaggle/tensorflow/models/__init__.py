@@ -18,7 +18,7 @@ def build_model(
     cfg: EncoderConfig, # The run's `model` group
     n_days: int,        # Recording days
 ) -> Encoder:
-    "The model of a configuration, frozen where it says so. Raises `ConfigError` for one that TensorFlow does not have."
+    "The model of a configuration, with frozen parts. Raises `ConfigError` for one that TensorFlow does not have."
     cfg.check_framework('tensorflow')
     model = encoder_class(cfg.name).from_config(cfg, n_days)
     model.freeze()

@@ -56,7 +56,7 @@ class NamedModel(keras.Model):
         return variables_by_attribute(self)
 
     def to_pytorch(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights `[…]` by PyTorch's names and in its layouts; unchanged for an encoder that PyTorch does not have."
+        "Weights `[…]` by PyTorch's names and in its layouts; unchanged for an encoder that PyTorch lacks."
         return dict(values)
 
     def from_pytorch(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -78,7 +78,7 @@ class NamedModel(keras.Model):
 class Encoder(NamedModel):
     "Features to logits. Derive from it, set `Config`, make variables in the constructor, write `encode`."
     Config: ClassVar[type[EncoderConfig]]
-    changing_args: ClassVar[tuple[str, ...]] = () # Names in `training_args` whose number changes from step to step
+    changing_args: ClassVar[tuple[str, ...]] = () # Names in `training_args` whose value changes in each step
 
     def __init__(self, cfg: EncoderConfig, n_days: int):
         super().__init__(autocast=False)
@@ -88,7 +88,7 @@ class Encoder(NamedModel):
 
     @classmethod
     def from_config(cls, cfg: EncoderConfig, n_days: int) -> 'Encoder':
-        "The model of a configuration; for encoders whose constructor takes something else."
+        "Build the model of a configuration; override it for other constructors."
         return cls(cfg, n_days)
 
     def call(self,
@@ -97,7 +97,7 @@ class Encoder(NamedModel):
         n_bins: tf.Tensor | None = None, # Bins of each trial `[B]`; None means T
         training: bool = False,          # Whether there is dropout
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`, for dropout
-        **training_args,                 # From `training_args`, in a training step
+        **training_args,                 # Result of `training_args`, in a training step
     ) -> Any:
         "Logits `[B, T', K]` of `encode`, with zeros after each trial. Raises `ValueError` as `check_batch` does."
         day_idx = check_batch(x, day_idx, self.cfg)
@@ -111,7 +111,7 @@ class Encoder(NamedModel):
         training: bool,          # Whether there is dropout
         seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`; None if there is no dropout
     ) -> Any:
-        """Logits, float32 `[B, T', K]`, undefined beyond a trial's own frames. A training step passes `training_args`
+        """Logits, float32 `[B, T', K]`, undefined after a trial's frames. A training step passes `training_args`
         as further arguments."""
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
@@ -132,8 +132,8 @@ class Encoder(NamedModel):
         return out[0] if isinstance(out, tuple) else out
 
     def is_per_day(self, name: str) -> bool:
-        """Whether a variable has a row per day. Such variables have a learning rate and decay of their own, and rows of
-        days that a batch lacks stay as they are."""
+        """Whether a variable has a row per day. Such variables have a separate learning rate and
+        decay, and rows of days that a batch lacks stay unchanged."""
         return name.startswith('day_')
 
     def decays(self, name: str, variable: keras.Variable) -> bool:
@@ -141,7 +141,7 @@ class Encoder(NamedModel):
         return len(variable.shape) >= 2
 
     def freeze(self) -> None:
-        "Make the variables not trainable of parts that the configuration says are not trained."
+        "Freeze the variables of parts that the configuration freezes."
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c025
 class Frontend(Encoder):
@@ -157,7 +157,7 @@ class Frontend(Encoder):
 
     @property
     def frame_dim(self) -> int:
-        "Numbers in a frame, I = patch_size · F."
+        "Length of a frame, I = patch_size · F."
         return self.cfg.neural_dim * max(self.cfg.patch_size, 1)
 
     def frames(self,
@@ -166,8 +166,8 @@ class Frontend(Encoder):
         training: bool = False, # Whether there is dropout
         seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
     ) -> tf.Tensor:
-        """Patches of features that went through their day's layer `[B, T', I]`, in the type that products are computed
-        in. Raises `ValueError` as `check_batch` and `dropout` do."""
+        """Patches of features after their day's layer `[B, T', I]`, in the type of the products.
+        Raises `ValueError` as `check_batch` and `dropout` do."""
         cfg = self.cfg
         day_idx = check_batch(x, day_idx, cfg)
         x = day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)

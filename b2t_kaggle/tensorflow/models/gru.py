@@ -16,7 +16,7 @@ from .encoder import Frontend
 from ..recurrence import GRU
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c006
-_PYTORCH_PARTS = { # Parts of names here, and what PyTorch calls them
+_PYTORCH_PARTS = { # Parts of names here and in PyTorch
     'gru.kernel': ['gru.weight_ih'],
     'gru.recurrent': ['gru.weight_hh'],
     'gru.bias': ['gru.bias_ih', 'gru.bias_hh'],

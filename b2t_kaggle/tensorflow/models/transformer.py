@@ -37,7 +37,7 @@ def left_contexts(cfg: TransformerConfig, n_trials: int | tf.Tensor, training: b
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c009
 def linear(n_in: int, n_out: int, bias: bool = True) -> keras.layers.Dense:
-    "A linear layer that starts as PyTorch's."
+    "A linear layer with PyTorch's initial weights."
     def uniform(): return keras.initializers.RandomUniform(-n_in**-0.5, n_in**-0.5)
     layer = keras.layers.Dense(n_out, use_bias=bias, kernel_initializer=uniform(), bias_initializer=uniform())
     layer.build((None, n_in))
@@ -121,7 +121,7 @@ class RelativePositions(keras.layers.Layer):
         "Bias of each pair of frames, float32 `[H, T', T']`."
         distances = np.arange(1 - n_frames, n_frames).clip(-self.farthest, self.farthest)
         buckets = tf.constant(self.buckets[distances + self.farthest])
-        # picked as days are, because the gradient of `tf.gather` is a list of rows
+        # selected like days, because the gradient of `tf.gather` is a list of rows
         return shifted_rows(tf.transpose(pick_days(tf.convert_to_tensor(self.bias.value), buckets)))
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c018
@@ -169,11 +169,11 @@ class Transformer(Encoder):
         return tf.cast(self.out(self.norm(y)), tf.float32)
 
     def _added(self, T: int, n_bins, n_trials, training: bool, seeds) -> tf.Tensor:
-        "Terms of the scores of all layers: biases of positions, and −∞ for frames that are not attended to."
+        "Terms to add to all layers' scores: position biases, and −∞ for frames that are not attended to."
         cfg = self.cfg
         added = self.positions.added(T)[None]
         if cfg.causal: is_attended = within_context(T, left_contexts(cfg, n_trials, training, seeds))
-        else:  # a trial without a frame attends to the first of the padding: a softmax over nothing is not a number
+        else:  # a trial without frames attends to padding: a softmax over nothing is NaN
             frames = tf.maximum(cfg.n_frames(n_bins), 1)
             is_attended = tf.sequence_mask(frames, T)[:, None, None]
         return tf.where(is_attended, added, -np.inf)

@@ -27,10 +27,10 @@ class NoiseModel(GRUHead):
         super().__init__(frame_dim, n_units or frame_dim, n_out, 2, dropout, site=300, starts_at_zero=True)
 
 class CleanSpeechModel(GRUHead):
-    "GRU layers that read phonemes from frames without their noise."
+    "GRU layers that recognise phonemes in frames without noise."
 
 class NoisySpeechModel(GRUHead):
-    "The adversary: reads phonemes from the noise, through a gradient reversal."
+    "The adversary: recognises phonemes in the noise, through a gradient reversal."
     def call(self, noise: tf.Tensor, strength: float | tf.Tensor, training: bool = False,
              seeds: tf.Tensor | None = None) -> tf.Tensor:
         "Logits, float32 `[B, T', K]`."

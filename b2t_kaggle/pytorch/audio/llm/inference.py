@@ -54,7 +54,7 @@ def generate(
     return written
 
 def distinct_texts(llm: AudioLanguageModel, answers: list[list[int]]) -> dict[str, bool]:
-    "Distinct sentences in the metric's normal form, and whether they ended; an empty one only if it is the only one."
+    "Distinct sentences in the metric's normal form, and whether they ended; an empty one only alone."
     texts: dict[str, bool] = {}
     for tokens in answers:
         ended = any(t in llm.ends for t in tokens)
@@ -112,9 +112,9 @@ def infer_sentences(
 
 def load_audio_model(
     path: str | Path,       # `best.pt` of a run with an audio LLM, or the folder that holds it
-    local: AudioConfig | None = None, # Place and quantization of the audio LLM here; None: as in training
+    local: AudioConfig | None = None, # Name and quantization of the audio LLM here; None: as in training
     device: str = 'cpu',    # Device of the weights
-    unseen: str | None = None, # Purpose, as the end of a sentence, if it forbids a model that was trained on val
+    unseen: str | None = None, # Purpose that forbids a model trained on val, to end a sentence
 ) -> tuple[AudioLLM, Config]:
     "The model in evaluation mode, and its configuration. Raises `CheckpointError`, and the errors of `load_audio_llm`."
     encoder, cfg, facts = load_with_facts(path)

@@ -117,7 +117,7 @@ class AudioLLM(Encoder):
 
     def encode_neural(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None,
                       **training_args) -> EncoderOutput:
-        "Logits of features `[B, T, F]`, and vectors as an audio tower would give them."
+        "An acoustic model, and an audio LLM that reads its states."
         output = self.brain(x, day_idx, n_bins, **training_args)
         return output._replace(vectors=self.llm.encode(output.vectors, output.n_vectors))
 
@@ -143,7 +143,7 @@ class AudioLLM(Encoder):
         return parts | (dict(lora='lora.') if self.lora else {})
 
     def train(self, mode: bool = True) -> 'AudioLLM':
-        "Set the mode of both models; the LoRA layers of the text model have dropout."
+        "Set the mode of both models; the text model's LoRA layers have dropout."
         super().train(mode)
         self.llm.lm.train(mode)
         return self
@@ -248,7 +248,7 @@ def load_training_state(self: AudioLLM, state: dict) -> None: self.acoustic.load
 
 @patch
 def checkpoint(self: AudioLLM) -> dict[str, dict[str, Tensor]]:
-    "Weights `[…]` of the acoustic model, and weights that the audio LLM adds."
+    "Weights `[…]` of the acoustic model, and those added to the audio LLM."
     state = self.state_dict()
     acoustic = {k.removeprefix(self.inside): v for k, v in state.items() if k.startswith(self.inside)}
     added = {k: v for k, v in state.items() if not k.startswith(self.inside)}

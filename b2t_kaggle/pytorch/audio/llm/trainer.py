@@ -43,10 +43,10 @@ class Trainer(trainer.Trainer):
         self.model.target_loader = TargetLoader(self.store.index.sentence, self.llm, self.targets)
 
     def build(self) -> AudioLLM:
-        "The acoustic model with its audio LLM; a checkpoint belongs to these weights and these targets."
+        "The acoustic model with its audio LLM; a checkpoint is tied to these weights and targets."
         self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # Depends on the device
-        if self.targets and self.cfg.audio.weights['contrast']: # InfoNCE compares the trials that are computed at once
+        if self.targets and self.cfg.audio.weights['contrast']: # InfoNCE compares trials of one micro-batch
             n_at_once = self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
             self.fingerprint['trials computed at once'] = str(n_at_once)
         if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.fingerprint, sort_keys=True)

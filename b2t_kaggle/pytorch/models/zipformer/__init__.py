@@ -67,7 +67,7 @@ class Zipformer(Encoder):
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
 
     def freeze(self) -> None:
-        "Turn off the gradients of day layers that are not trained, and of a parameter without effect."
+        "Turn off the gradients of frozen day layers, and of an unused parameter."
         for m in self.modules():
             if isinstance(m, Zipformer2EncoderLayer): m.bypass_scale.requires_grad_(False)
         for name, p in self.named_parameters():
@@ -150,7 +150,7 @@ class StreamState:
     bins: Tensor         # Bins for later patches `[B, t, F]`
     waiting: Tensor      # Frames that wait for a full chunk `[B, t, C]`
     states: list[Tensor] # The encoder's states `[…]`
-    n_done: int = 0      # Frames that passed the encoder
+    n_done: int = 0      # Frames encoded so far
 
 @patch
 def start(self: Zipformer, batch_size: int = 1) -> StreamState:
@@ -189,6 +189,6 @@ def push(self: Zipformer, x: Tensor, day_idx: Tensor, state: StreamState) -> tup
 
 @patch
 def finish(self: Zipformer, day_idx: Tensor, state: StreamState) -> Tensor:
-    "Logits `[B, n, K]` of the last chunk, which the end of the trial cut off."
+    "Logits `[B, n, K]` of the last, incomplete chunk."
     if state.waiting.shape[1]: return self.out(self._encode_chunk(state.waiting, state)[0])
     return self.out(state.waiting.new_zeros(len(state.waiting), 0, max(self.cfg.encoder_dim)))

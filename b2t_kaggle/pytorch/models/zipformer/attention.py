@@ -20,12 +20,12 @@ from ...scaling import Balancer, Dropout2, FloatLike, ScaledLinear, ScheduledFlo
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c006
 def distance_angle(offset: Tensor, dim: int, length_factor: float = 1.0) -> Tensor:
     "The angle of a distance `[…]`, between −π/2 and π/2 (Yao et al., 2024)."
-    knee = math.sqrt(dim)  # distance at which the compression begins
+    knee = math.sqrt(dim)  # distance at which compression begins
     compressed = knee * offset.sign() * ((offset.abs() + knee).log() - math.log(knee))
     return (compressed * (2 * math.pi / (dim * length_factor))).atan()
 
 class CompactRelPositionalEncoding(nn.Module):
-    "A row of numbers for each distance between two frames (Yao et al., 2024)."
+    "A vector for each distance between two frames (Yao et al., 2024)."
     def __init__(self,
         embed_dim: int,             # Columns of the table, D, an even number
         dropout_rate: FloatLike,    # Dropout of the table's entries
@@ -53,7 +53,7 @@ def whitening_schedule(limit: float, ratio: float = 2.0) -> ScheduledFloat:
     return ScheduledFloat((0.0, limit), (20000.0, ratio * limit), default=limit)
 
 def whiten(limit: float, ratio: float = 2.0, num_groups: int = 1, grad_scale: float = 0.01) -> Whiten:
-    "A Whiten of the encoder, which checks 2.5 % of the calls, or 25 % while it finds the limit exceeded."
+    "A Whiten of the encoder, which acts in 2.5 % of the calls, or 25 % while the limit is exceeded."
     return Whiten(num_groups, whitening_schedule(limit, ratio), prob=(0.025, 0.25), grad_scale=grad_scale)
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c017
@@ -104,7 +104,7 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
         x: Tensor,                              # Frames `[T, B, C]`
         pos_emb: Tensor,                        # The table `[1, 2T − 1, pos_dim]`
         key_padding_mask: Tensor | None = None, # True for frames of the padding `[B, T]`
-        attn_mask: Tensor | None = None,        # True if the source (column) is hidden from the target `[T, T]`
+        attn_mask: Tensor | None = None,        # True if the target cannot see the source (column) `[T, T]`
     ) -> Tensor:
         "Weights `[H, B, T, T]`, which sum to one over the last dimension."
         queries, keys, pos_queries = self.in_proj(x).split(self.dims, -1)
@@ -121,7 +121,7 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
 def streaming_forward(self: RelPositionMultiheadAttentionWeights, x: Tensor, pos_emb: Tensor, cached_key: Tensor,
                       left_context_len: int, key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Weights `[H, B, T, L + T]` of the frames x `[T, B, C]`, and the keys for the next ones `[L, B, H · q]`.
-    `pos_emb` `[1, L + 2T − 1, pos_dim]`; `key_padding_mask` is true for frames that do not exist `[B, L + T]`."""
+    `pos_emb` `[1, L + 2T − 1, pos_dim]`; `key_padding_mask` is true for absent frames `[B, L + T]`."""
     queries, keys, pos_queries = self.in_proj(x).split(self.dims, -1)
     keys = torch.cat([cached_key, keys])
     scores = self._scores(queries, keys, pos_queries, pos_emb).masked_fill(key_padding_mask[:, None], -1000)

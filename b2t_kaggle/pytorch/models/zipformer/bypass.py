@@ -15,7 +15,7 @@ from ...scaling import FloatLike, ScheduledFloat, limit_param_value, value_of
 
 # %% ../../../../nbs/pytorch/models/zipformer/00_bypass.ipynb #c006
 def keep_trials(x: Tensor, rate: float | Tensor, *shape: int) -> Tensor | None:
-    "Mask `[*shape]` of the type of `x`: 0 for the share `rate` of trials that skips, else 1; None for rate 0."
+    "Mask `[*shape]` of the type of `x`: 0 for a share `rate` of the trials, else 1; None for rate 0."
     if not isinstance(rate, Tensor) and rate == 0: return None
     return (torch.rand(shape, device=x.device) > rate).to(x.dtype)
 
@@ -59,9 +59,9 @@ def repeat_last(x: Tensor, lens: Tensor) -> Tensor:
 class SimpleDownsample(nn.Module):
     "Averages of `downsample` frames with learned weights."
     def __init__(self,
-        channels: int,      # Unused, because all channels have the same weights
+        channels: int,      # Unused: all channels share weights
         downsample: int,    # Frames that become one
-        dropout: FloatLike, # Unused, but a module of the reference
+        dropout: FloatLike, # Unused, but an argument of the reference
     ):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(downsample))

@@ -100,7 +100,7 @@ class ConvolutionModule(nn.Module):
 
 # %% ../../../../nbs/pytorch/models/zipformer/04_convolution.ipynb #c015
 class FeedforwardModule(nn.Module):
-    "Two linear layers with SwooshL between them, on each frame alone (Yao et al., 2024)."
+    "Two linear layers with SwooshL between them, for each frame separately (Yao et al., 2024)."
     def __init__(self,
         embed_dim: int,       # Channels, C
         feedforward_dim: int, # Hidden units

@@ -27,7 +27,7 @@ class Zipformer2(nn.Module):
         downsampling_factor: tuple[int, ...] = (2, 4),     # Frames that become one in each stack
         encoder_dim: int | tuple[int, ...] = 384,          # Channels
         num_encoder_layers: int | tuple[int, ...] = 4,     # Layers
-        encoder_unmasked_dim: int | tuple[int, ...] = 256, # Channels that no trial loses
+        encoder_unmasked_dim: int | tuple[int, ...] = 256, # Channels that are never dropped
         query_head_dim: int | tuple[int, ...] = 24,        # Numbers per query and per key of a head
         pos_head_dim: int | tuple[int, ...] = 4,           # Numbers per position query of a head
         value_head_dim: int | tuple[int, ...] = 12,        # Numbers per value of a head
@@ -40,7 +40,7 @@ class Zipformer2(nn.Module):
         causal: bool = False,                              # Whether later chunks are hidden
         chunk_size: tuple[int, ...] = (-1,),               # Frames of a chunk, drawn for each call; −1: a single chunk
         left_context_frames: tuple[int, ...] = (-1,),      # Visible frames before a chunk, drawn for each call; −1: all
-        independent_of_padding: bool = False,              # Whether a trial's frames are the same as alone
+        independent_of_padding: bool = False,              # Whether padding never changes a trial's frames
     ):
         if dropout is None: dropout = ScheduledFloat((0.0, 0.3), (20000.0, 0.1))
         super().__init__()
@@ -86,8 +86,9 @@ class Zipformer2(nn.Module):
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c011
 @patch
 def get_chunk_info(self: Zipformer2) -> tuple[int, int]:
-    """Frames of a chunk and chunks of left context, drawn for a call; −1 for no limit. Raises `ValueError` for a chunk
-    that the stacks cannot divide, or a left context that is shorter than the convolutions."""
+    """Frames of a chunk and chunks of left context, drawn for a call; −1 for no limit. Raises
+    `ValueError` for a chunk that the stacks cannot divide, or a left context shorter than the
+    convolutions."""
     def drawn(choices):
         if isinstance(choices, int): return choices
         return choices[0] if len(choices) == 1 else choices[int(torch.randint(len(choices), ()))]
@@ -106,7 +107,7 @@ def get_chunk_info(self: Zipformer2) -> tuple[int, int]:
     return size, chunks
 
 def chunk_mask(n_frames: int, chunk_size: int, left_context_chunks: int, device: torch.device) -> Tensor:
-    "True if a source (column) is hidden from a target (row), `[T, T]`."
+    "True if a target (row) cannot see a source (column), `[T, T]`."
     chunk = torch.arange(n_frames, device=device) // chunk_size
     chunks_back = chunk[:, None] - chunk
     hidden = chunks_back < 0
@@ -114,7 +115,7 @@ def chunk_mask(n_frames: int, chunk_size: int, left_context_chunks: int, device:
 
 @patch
 def get_feature_masks(self: Zipformer2, x: Tensor) -> list[Tensor] | list[float]:
-    "Mask of each stack for frames `[T, B, C]`: 0 for channels that a trial lacks `[1, B, C]`; 1 outside training."
+    "Mask of each stack for frames `[T, B, C]`: 0 for a trial's dropped channels `[1, B, C]`; 1 outside training."
     if not self.training: return [1.0] * len(self.encoder_dim)
     B = x.shape[1]
     has_any = torch.rand(1, B, 1, device=x.device) > 0.125
@@ -128,7 +129,7 @@ def get_feature_masks(self: Zipformer2, x: Tensor) -> list[Tensor] | list[float]
 
 @patch
 def _output(self: Zipformer2, outputs: list[Tensor], x_lens: Tensor) -> tuple[Tensor, Tensor]:
-    "The downsampled outputs of all stacks, and its frames of each trial."
+    "The downsampled outputs of all stacks, and the frames of each trial."
     pieces = [outputs[-1]]
     width = outputs[-1].shape[-1]
     for x in outputs[-2::-1]:
@@ -145,7 +146,7 @@ def forward(self: Zipformer2,
     x_lens: Tensor,                             # Frames of each trial `[B]`
     src_key_padding_mask: Tensor | None = None, # True for frames of the padding `[B, T]`; None if there is no padding
 ) -> tuple[Tensor, Tensor]:
-    "Output `[⌈T / 2⌉, B, widest]`, and its frames of each trial `[B]`."
+    "Output `[⌈T / 2⌉, B, widest]`, and the frames of each trial `[B]`."
     chunk_size, left_context_chunks = self.get_chunk_info()
     frames = -(-len(x) // self.output_downsampling_factor)
     padding = src_key_padding_mask
@@ -183,7 +184,7 @@ def get_init_states(self: Zipformer2, batch_size: int = 1, device: torch.device 
 @patch
 def streaming_forward(self: Zipformer2, x: Tensor, x_lens: Tensor, states: list[Tensor],
                       src_key_padding_mask: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    "Output `[⌈T / 2⌉, B, widest]`, its frames of each trial `[B]`, and the states for the next chunk."
+    "Output `[⌈T / 2⌉, B, widest]`, the frames of each trial `[B]`, and the states for the next chunk."
     lens = x_lens if self.independent_of_padding else None
     outputs, new_states = [], []
     for stack, width, ds in zip(self.encoders, self.encoder_dim, self.downsampling_factor):

@@ -81,7 +81,7 @@ class Zipformer2EncoderLayer(nn.Module):
 
 # %% ../../../../nbs/pytorch/models/zipformer/05_layer.ipynb #c009
 def skip_trials(x: Tensor, rate: float | Tensor) -> Tensor:
-    "The output of a module, zero for the trials that skip it, `[T, B, C]`."
+    "The output of a module, zero for trials that skip it, `[T, B, C]`."
     keep = keep_trials(x, rate, x.shape[1], 1)
     return x if keep is None else x * keep
 
@@ -91,7 +91,7 @@ def _rate(self: Zipformer2EncoderLayer, rate: FloatLike) -> float | Tensor:
 
 @patch
 def first_weights(self: Zipformer2EncoderLayer, weights: Tensor) -> Tensor:
-    "Weights of head 0 `[1, B, T, T]`, in some calls the same for all visible frames."
+    "Weights of head 0 `[1, B, T, T]`; in some calls equal for all visible frames."
     rate = self._rate(self.const_attention_rate)
     weights = weights[:1]
     acts = (isinstance(rate, Tensor) or rate != 0) and bernoulli(rate, weights.device)
@@ -161,10 +161,10 @@ def streaming_forward(self: Zipformer2EncoderLayer, src: Tensor, pos_emb: Tensor
 class Zipformer2Encoder(nn.Module):
     "Layers of one width at one frame rate."
     def __init__(self,
-        encoder_layer: Zipformer2EncoderLayer, # Layer that is copied
+        encoder_layer: Zipformer2EncoderLayer, # Layer to copy
         num_layers: int,                       # Number of layers
         pos_dim: int,                          # Columns of the positional table
-        dropout: FloatLike,                    # Unused, because the layer has its own
+        dropout: FloatLike,                    # Unused: the layer has its own
         warmup_begin: float,                   # Batches until the first layer's rate begins to fall
         warmup_end: float,                     # Batches until the last layer's rate has fallen
         final_layerdrop_rate: float = 0.05,    # Final share of trials that skip a layer
@@ -182,8 +182,8 @@ class Zipformer2Encoder(nn.Module):
     def forward(self, src: Tensor, chunk_size: int = -1, feature_mask: Tensor | float = 1.0,
                 attn_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
                 lens: Tensor | None = None) -> Tensor:
-        """Frames after the stack `[T, B, C]`. Arguments as in a layer; `feature_mask` is 0 for channels that a trial
-        lacks `[1, B, C]`, and `lens` is unused."""
+        """Frames after the stack `[T, B, C]`. Arguments as in a layer; `feature_mask` is 0 for a
+        trial's dropped channels `[1, B, C]`, and `lens` is unused."""
         pos_emb = self.encoder_pos(src)
         src = src * feature_mask
         for layer in self.layers:
@@ -203,7 +203,7 @@ class Zipformer2Encoder(nn.Module):
 
 # %% ../../../../nbs/pytorch/models/zipformer/05_layer.ipynb #c027
 class DownsampledZipformer2Encoder(nn.Module):
-    "A stack at a rate lower by the factor `downsample`."
+    "A stack at a frame rate divided by `downsample`."
     def __init__(self,
         encoder: Zipformer2Encoder, # Stack of layers
         dim: int,                   # Channels of the stack, C
@@ -221,8 +221,9 @@ class DownsampledZipformer2Encoder(nn.Module):
     def forward(self, src: Tensor, chunk_size: int = -1, feature_mask: Tensor | float = 1.0,
                 attn_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
                 lens: Tensor | None = None) -> Tensor:
-        """Frames after the stack `[T, B, C]`. Arguments as in `Zipformer2Encoder`, but the padding has the lower rate
-        `[B, T']`, and `lens` `[B]` are the trials' frames, so that averages leave out the padding."""
+        """Frames after the stack `[T, B, C]`. Arguments as in `Zipformer2Encoder`, but the padding
+        mask has the lower rate `[B, T']`, and the trials' frames `lens` `[B]` keep padding out of
+        averages."""
         ds = self.downsample_factor
         if attn_mask is not None: attn_mask = attn_mask[::ds, ::ds]
         slow = self.downsample(src, lens)

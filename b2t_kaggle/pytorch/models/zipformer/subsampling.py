@@ -89,11 +89,11 @@ class Conv2dSubsampling(nn.Module):
         self.dropout = scaling.Dropout3(copy.deepcopy(dropout), shared_dim=1)
 
     def _joined(self, x: Tensor) -> Tensor:
-        "Channels and bands of a frame in one row, and the linear layer `[B, T, C]`."
+        "Channels and bands of each frame flattened, through the linear layer `[B, T, C]`."
         return self.out(x.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, x_lens: Tensor) -> tuple[Tensor, Tensor]:
-        "Frames `[B, (T − 7) // 2, C]`, and their number of each trial `[B]`."
+        "Frames `[B, (T − 7) // 2, C]`, and their number in each trial `[B]`."
         x = self._joined(self.convnext(self.conv(x[:, None])))
         return self.dropout(self.out_norm(self.out_whiten(x))), (x_lens - 7) // 2
 
@@ -102,6 +102,6 @@ class Conv2dSubsampling(nn.Module):
         return torch.zeros(batch_size, self.layer3_channels, self.convnext.padding[0], self.out_width, device=device)
 
     def streaming_forward(self, x: Tensor, x_lens: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        "Frames `[B, T, C]`, their number of each trial `[B]`, and the cache for the next call."
+        "Frames `[B, T, C]`, their number in each trial `[B]`, and the cache for the next call."
         x, cached_left_pad = self.convnext.streaming_forward(self.conv(x[:, None]), cached_left_pad)
         return self.out_norm(self._joined(x)), (x_lens - 7) // 2 - self.convnext.padding[0], cached_left_pad
