@@ -20,6 +20,7 @@ def points() -> list[optuna.trial.FrozenTrial]:
 if __name__ == '__main__':
     path = folder()
     subprocess.run(['b2t', 'pack', '--name', 'data', *SMALL], capture_output=True, check=True)
+    os.environ['RAY_worker_niceness'] = '0' # Ray's 15 starves the points while anything else keeps the cores busy
     cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1))
     second = cluster.add_node(num_cpus=1)
     Path('on_ray.py').write_text(scripts()['on_ray.py'])
