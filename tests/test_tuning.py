@@ -127,7 +127,7 @@ def test_the_figures_are_those_of_the_sentences(decoder, lm, trials):
     assert result.edits['candidate'] == edits(result.candidate, range(12)) <= result.edits['start']
     assert list(result.fold_edits) == [edits(w, range(k, 12, 3)) for k, w in enumerate(result.folds)]
     assert sum(result.fold_edits) == result.edits['validated']
-    assert result.n_words == sum(len(r.split()) for r in REFERENCES)
+    assert sum(result.fold_words) == sum(len(r.split()) for r in REFERENCES)
     better = result.edits['validated'] < result.edits['start']
     assert result.weights == (result.candidate if better else result.start)
 

@@ -43,7 +43,7 @@ def open_decoder(
     words, cfg = run.dir/'lm'/'words.txt', run.cfg
     if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')
     options = {k: v for k, v in cfg.decode.model_dump(exclude={'tune'}).items() if not k.startswith('llm')}
-    if tuning := search_tuning(run): options |= tuning.weights._asdict()
+    if tuning := search_tuning(run): options |= tuning.weights._asdict() | tuning.cheapest
     provenance = {} if cfg.infer.logits else dict(config=cfg.dump())
     if times := frame_times(run.log_probs(run.splits[0]).provenance if run.splits else provenance):
         options |= times.in_ms()

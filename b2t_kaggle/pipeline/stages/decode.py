@@ -6,6 +6,8 @@
 __all__ = ['Decode']
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c002
+from dataclasses import replace
+
 from .inputs import check_boost, check_llm, check_ngram, llm_files
 from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stage
 
@@ -22,13 +24,18 @@ def _tuning(run, decoder, spoken):
     log_probs = run.log_probs('val')
     result = tuning.tune_search(decoder, [log_probs[i] for i in spoken.index], spoken.sentence.tolist(),
                                 tuning.given_weights(cfg), n_jobs=cfg.n_jobs)
+    if cfg.tune == 'cost':
+        tuned = decoder.with_options(**result.weights._asdict())
+        _, setting = tuning.speed_front(tuned, [log_probs[i] for i in spoken.index], spoken.sentence.tolist())
+        result = replace(result, cheapest=setting)
     tuning.write_tuning(path, result)
     return result
 
 def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     decoders = {split: [decoder]*len(run.log_probs(split)) for split in run.splits}
     if not tuning: return decoders
-    tuned = {w: decoder.with_options(**w._asdict()) for w in {tuning.weights, *tuning.held_out(len(spoken))}}
+    weights = {tuning.weights, *tuning.held_out(len(spoken))}
+    tuned = {w: decoder.with_options(**w._asdict() | tuning.cheapest) for w in weights}
     decoders = {split: [tuned[tuning.weights]]*len(trials) for split, trials in decoders.items()}
     for i, weights in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[weights]
     return decoders
@@ -94,7 +101,7 @@ class Decode(Stage):
             errors = word_errors(spoken.sentence, best)
             metrics['WER'] = total(errors).rate
             metrics |= participant_rates(spoken.session, spoken.sentence.tolist(), best)
-            if tuning: metrics |= tuning.weights._asdict()
+            if tuning: metrics |= tuning.weights._asdict() | tuning.cheapest
             if tuning and not run.cfg.decode.llm: metrics['WER as configured'] = tuning.wer('start')
             details |= dict(lists=[nbest['val'][i] for i in spoken.index], errors=errors)
         files = [*(run.nbest_path(split, self.name) for split in nbest), *([run.dir/WEIGHTS] if tuning else []),
