@@ -295,8 +295,9 @@ class DecodeConfig(LLMConfig):
     llm_dtype: ClassVar[str] = 'auto'
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
-    tune: bool = True
-    "Whether acoustic scale, blank penalty and word score are tuned on val, unless they were changed."
+    tune: bool | Literal['cost'] = True
+    """Whether acoustic scale, blank penalty and word score are tuned on val, unless they were changed. `cost` also
+    picks the cheapest beam, threshold and n-gram weight within one standard error of the best."""
     lm_weight: float = Field(1.0, ge=0)
     "Weight of the n-gram's natural-log score."
     word_score: float = 0.0
