@@ -107,6 +107,7 @@ VALUES = {
     'rescore__alpha': ['--alpha 0.5'],
     'rescore__swaps': ['--top_candidates_to_augment 5'],
     'gpu_number': ['--gpu_number 0'],
+    'kaldi': ['--max_active 7000', '--beam 17'],
     'db': ['--db 3'],
     'username': ['--username me'],
     'password': ['--password secret'],

@@ -111,7 +111,7 @@ _work_option = partial(click.option, '--work', type=FOLDER, default='data', show
 @click.option('--before', metavar='RUN', help='Run on the same trials; the page shows which ones RUN fixed and broke.')
 @_work_option()
 def errors(run, before, out, work):
-    """Write a page of a run’s errors to sort, filter and look at.
+    """A page of a run’s errors: sort, filter, look at trials.
 
     It is for a browser. All trials of val can be sorted and filtered; a trial shows its alignment,
     n-best list, phoneme posteriors and features. Tables count confusions, and the errors that each
@@ -126,7 +126,7 @@ def errors(run, before, out, work):
 @out_option()
 @_work_option()
 def replay(run, trial, out, work):
-    """Write a page that plays a trial while a stream decodes it.
+    """A page that plays a trial as a stream decodes it.
 
     It is for a browser. TRIAL is a number in val, as in `b2t errors`. Features, phonemes and words appear in real time,
     each when its last bin was recorded."""

@@ -65,12 +65,14 @@ def _llm(run: Run, decoder):
 @click.option('--tls-cert', type=FILE, help='Our certificate, if Redis requires one.')
 @click.option('--tls-key', type=FILE, help='Key of our certificate.')
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
-def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, gpu_number,
+@click.option('--max-active', '--min-active', '--beam', '--lattice-beam', 'kaldi', help='Refused; see decode.beam.')
+def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, gpu_number, kaldi,
           **options):
     """Decode online, behind the official Redis streams.
 
     A run's language model, and its LLM if it has one (rescore.llm), answer the requests of the official evaluation. The
     official script's options are also accepted."""
+    if kaldi: raise click.UsageError('--max-active, --min-active, --beam, --lattice-beam: for Kaldi; set decode.beam')
     if gpu_number: os.environ['CUDA_VISIBLE_DEVICES'] = gpu_number
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)

@@ -127,7 +127,7 @@ def _within_phrase(ngram, pair, word):
 
 @_inlined
 def score_word(ngram, state, word):
-    """log10 probability of a word after a state, and the next state: -1 for a query to KenLM, or if pairs lack room.
+    """log10 probability of a word after a state, and the next state: -1 for a query to KenLM, or if the pairs are full.
     Words are indices of the lexicon, W for `<unk>` and W + 1 (or -1) for the sentence's end."""
     if state >= _PAIRS: return _within_phrase(ngram, state - _PAIRS, word)
     log_prob, state = _ngram_score(ngram, state, word)

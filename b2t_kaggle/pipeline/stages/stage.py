@@ -106,7 +106,7 @@ class Stage:
     ) -> tuple[bool, dict[str, Any]]:
         """Decide by the key `keep` whether the new texts are kept; also returns the measured gain.
 
-        If nine trials all got worse, they are kept only on demand (`metrics.bootstrap`)."""
+        They are kept if they have fewer errors, or if the key is 'always'."""
         from b2t_kaggle.metrics.bootstrap import gain_figures, measure_gain
         group, name = self.keep.split('.')
         keep = getattr(getattr(cfg, group), name)
