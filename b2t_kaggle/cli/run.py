@@ -147,7 +147,7 @@ def run_until(
     about = (text := describe_run(run.cfg, run.base_preset)) and f'{text[0].upper()}{text[1:]}.'
     if about: click.echo(about, err=True)
     _tell_settings(run)
-    if split: plan(run.cfg, 'infer') # Raises if there is nothing to infer
+    if split and stage in plan(run.cfg, 'infer'): stage = 'infer' # Raises if there is nothing to infer
     if split == 'val': stage = stage or list_stage(run.cfg)
     stages = plan(run.cfg, stage)
     for name in stages:
@@ -194,7 +194,7 @@ def stage_help(name: str) -> str:
 def stage_verb(name: str) -> click.Command:
     "The verb of a stage."
     def verb(force, **options):
-        run_until('infer' if name == 'train' and options['split'] else name, force, **options)
+        run_until(name, force, **options)
     return stage_command(name, help=stage_help(name))(verb)
 
 # %% ../../nbs/cli/03_run.ipynb #c025
