@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...config import Config, LLMConfig
 from ...core.messages import printable
-from ...lm.llm import LanguageModelError, adapter_facts, files_of, find_llm, pretrained, reason_of
+from ...lm.llm import LanguageModelError, files_of, find_llm, pretrained, reason_of
 from .stage import PipelineError
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c005
@@ -49,7 +49,9 @@ def named_by(key: str) -> Iterator[None]:
 def check_llm(cfg: Config, group: str) -> None:
     "Raise `PipelineError` if the LLM of a group, or its adapter, cannot be loaded. No weights are read."
     llm: LLMConfig = getattr(cfg, group)
-    if llm.llm is None: return
+    if llm.llm is None:
+        if llm.llm_adapter: raise PipelineError(f'{group}.llm_adapter = {llm.llm_adapter}: set {group}.llm, its model')
+        return
     try:
         if group != 'audio':
             from b2t_kaggle.lm.causal import open_lm
@@ -57,7 +59,6 @@ def check_llm(cfg: Config, group: str) -> None:
             return
         import transformers
         pretrained(transformers.AutoConfig, find_llm(llm.llm).base)
-        if llm.llm_adapter: adapter_facts(llm.llm_adapter)
     except LanguageModelError as e: raise PipelineError(f'{group}.llm: {e}') from None
     except ImportError as e:
         raise PipelineError(f'{group}.llm = {llm.llm}: {e.name} is missing; pip install b2t_kaggle[llm]') from None

@@ -51,7 +51,8 @@ class Rescore(Stage):
     keep = 'rescore.keep'
 
     def skipped(self, cfg):
-        return None if cfg.rescore.llm else 'rescore.llm, the language model to ask, is not set'
+        c = cfg.rescore
+        return None if c.llm or c.llm_adapter else 'rescore.llm, the language model to ask, is not set'
 
     def inputs(self, cfg, runs): return {'rescore.llm': llm_files(cfg.rescore)}
     def check(self, cfg, kind): check_llm(cfg, 'rescore')
