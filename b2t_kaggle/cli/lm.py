@@ -20,6 +20,7 @@ from b2t_kaggle.cli.options import (
     numbers,
     output_option,
     refuse_options,
+    share,
     stage_command,
 )
 from .run import run_until, stage_help
@@ -49,7 +50,7 @@ def _sentences_left_out(counts: Counter) -> str:
 @click.option('--order', default=3, show_default=True, help='Order n of the model, as in lm.order.')
 @click.option('--prune', default='0', show_default=True, callback=numbers(int, '0,0,1'),
               help='Largest count of n-grams to leave out, per order, such as 0,0,1.')
-@click.option('--threshold', default=0., type=click.FloatRange(0.),
+@click.option('--threshold', default=0., callback=share,
               help='Drop n-grams whose removal raises the perplexity by less than this fraction, such as 1e-8.')
 @click.option('--vocab', type=FILE, help='Keep only these words: one per line, or a pronunciation dictionary.')
 @click.option('--clean/--sentences', default=True, show_default=True,
@@ -110,7 +111,7 @@ def interpolate(models, output, dev, weights):
 @click.command()
 @click.argument('model', type=FILE)
 @_output
-@click.option('--threshold', required=True, type=click.FloatRange(0.),
+@click.option('--threshold', required=True, type=float, callback=share,
               help='Drop n-grams whose removal raises the perplexity by less than this fraction, such as 1e-8; 0 only '
                    'repairs a model for KenLM.')
 def prune(model, output, threshold):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'TEXT', 'out_option', 'preset_option', 'config_option', 'set_option',
-           'text_option', 'output_option', 'dtype_option', 'Choice', 'numbers', 'key_values', 'with_options',
+           'text_option', 'output_option', 'dtype_option', 'Choice', 'numbers', 'share', 'key_values', 'with_options',
            'KeyOption', 'StageOption', 'StageCommand', 'StageGroup', 'stage_command', 'refuse_options', 'source_path',
            'terminal_width', 'folded']
 
@@ -57,6 +57,11 @@ def numbers(kind: Callable, example: str) -> Callable:
         if values is None or all(0 <= x < math.inf for x in values): return values
         raise click.BadParameter(f'{value!r} is not of the form {example}')
     return parse
+
+def share(ctx, param, value: float) -> float:
+    "A number of at least 0; `click.FloatRange` lets NaN pass."
+    if value >= 0: return value
+    raise click.BadParameter(f'{value} is not a share of 0 or more, such as 1e-8')
 
 def key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
     "`key=value` arguments as a dict with full keys. Raises `click.BadParameter` if a key has two values."
