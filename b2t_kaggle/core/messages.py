@@ -23,14 +23,17 @@ def command_name() -> str:
     "The command as a user types it: `b2t`, `./kit b2t` in a checkout, or in a notebook a line that begins with `!`."
     return os.environ.get('B2T_COMMAND', 'b2t')
 
+_IN_NOTEBOOK = {
+    '--set ': 'overrides: ', '(with )?--data': 'with data.dataset_dir', '--name': 'work_dir',
+    r'--(accelerator|framework) (\w+)': r"\1='\2'",
+    r'b2t (\w+) --force \1\b': r"run_stages(run, '\1', force=['\1'])",
+}
+
 def _in_notebook(text: str) -> str:
     "Options of the command as values that a notebook on Kaggle takes."
     def overrides(options): return 'overrides=' + str(dict(re.findall(r'--set ([\w.]+)=(\S+)', options[0])))
     text = re.sub(r'--set [\w.]+=[^\s,;)]+( --set [\w.]+=[^\s,;)]+)*', overrides, text)
-    for pattern, words in {
-        '--set ': 'overrides: ', '(with )?--data': 'with data.dataset_dir', '--name': 'work_dir',
-        r'--(accelerator|framework) (\w+)': r"\1='\2'",
-        r'b2t (\w+) --force \1\b': r"run_stages(run, '\1', force=['\1'])"}.items(): text = re.sub(pattern, words, text)
+    for pattern, words in _IN_NOTEBOOK.items(): text = re.sub(pattern, words, text)
     return text
 
 def with_command_name(text: str) -> str:

@@ -15,8 +15,7 @@ import io
 import json
 import math
 import re
-from copy import deepcopy
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +174,8 @@ def _yaml_problem(e: Exception) -> str:
     problem = getattr(e, 'problem', None) or getattr(e, 'reason', None) or str(e) or type(e).__name__
     return place + str(problem).splitlines()[0]
 
-@lru_cache(maxsize=16)
-def _parsed_yaml(text: str) -> Any: # 30 ms for a run's configuration, which each stage reads several times
+def parse_yaml(text: str) -> Any:
+    "The value of a YAML text of plain data. Raises a `ValueError` with a one-line message."
     from yaml import YAMLError
     # YAML's own errors, and errors of constructors for an invalid boolean, date or number
     not_yaml = (YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
@@ -187,10 +186,6 @@ def _parsed_yaml(text: str) -> Any: # 30 ms for a run's configuration, which eac
     except not_yaml as e: raise ValueError(f'not valid YAML ({_yaml_problem(e)})') from None
     finally:
         if loader: loader.dispose()
-
-def parse_yaml(text: str) -> Any:
-    "The value of a YAML text of plain data. Raises a `ValueError` with a one-line message."
-    return deepcopy(_parsed_yaml(text))
 
 # %% ../../nbs/core/03_reading.ipynb #c022
 def read_yaml_file(path: str | Path) -> Any:

@@ -153,7 +153,7 @@ class _Source:
                     raise StoreError(f'{folder}: session {s} is also in {place[s]}; each folder must hold the sessions '
                                      'of another participant')
                 place[s] = Path(folder)
-        self.sessions = list(place if sessions is None else sessions) # All sessions; they number the days
+        self.sessions = list(place if sessions is None else sessions) # Numbered as days
         if missing := [s for s in self.sessions if s not in place]:
             hint = did_you_mean(missing[0], place, f'only {", ".join(place)}')
             raise StoreError(f'{" and ".join(map(str, folders))}: there is no session {missing[0]}{hint}')

@@ -186,7 +186,7 @@ def _finish(self: Sweep, number: int) -> str:
     print(f'{self.folder(number).name} begins or continues with {_as_text(values)}', flush=True)
     run = Run(self.folder(number), self.run.work, None, cfg, self.run.origin)
     try:
-        if pruned() is None: # Else a process pruned it and was killed
+        if pruned() is None: # Or a killed process had pruned it
             os.environ[TRIAL_VARIABLE] = json.dumps(dict(storage=self.storage, study=self.study.study_name,
                                                          number=number, startup=self.startup))
             try: rows = run_stages(run, 'train')

@@ -39,7 +39,7 @@ class LLMRescorer:
     ):
         self.score = score
         self.lm = decoder.lm
-        if weights is None: # As in the official kit, others as in the search
+        if weights is None: # alpha is the official one, the others follow the search
             o = decoder.options
             weights = Weights(acoustic_scale=o.acoustic_scale, alpha=0.55, word_score=o.word_score)
         self.weights = weights

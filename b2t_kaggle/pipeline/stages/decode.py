@@ -22,11 +22,10 @@ def _tuning(run, decoder, spoken):
         print(f'The weights of the search are as configured, not tuned: {reason}.')
         return None
     log_probs = run.log_probs('val')
-    result = tuning.tune_search(decoder, [log_probs[i] for i in spoken.index], spoken.sentence.tolist(),
-                                tuning.given_weights(cfg), n_jobs=cfg.n_jobs)
+    trials = [log_probs[i] for i in spoken.index], spoken.sentence.tolist()
+    result = tuning.tune_search(decoder, *trials, tuning.given_weights(cfg), n_jobs=cfg.n_jobs)
     if cfg.tune == 'cost':
-        tuned = decoder.with_options(**result.weights._asdict())
-        _, setting = tuning.speed_front(tuned, [log_probs[i] for i in spoken.index], spoken.sentence.tolist())
+        _, setting = tuning.speed_front(decoder.with_options(**result.weights._asdict()), *trials)
         result = replace(result, cheapest=setting)
     tuning.write_tuning(path, result)
     return result
@@ -37,7 +36,7 @@ def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     weights = {tuning.weights, *tuning.held_out(len(spoken))}
     tuned = {w: decoder.with_options(**w._asdict() | tuning.cheapest) for w in weights}
     decoders = {split: [tuned[tuning.weights]]*len(trials) for split, trials in decoders.items()}
-    for i, weights in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[weights]
+    for i, w in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[w]
     return decoders
 
 def _search(run, split, decoders, **options) -> list:
