@@ -18,12 +18,12 @@ TRAINER = ['b2t_kaggle.pytorch.trainer', 'torch._dynamo', 'campaign']
 
 
 FAULTS = str(Path(__file__).parent/'faults')
-PRELOADED: set[str] = set() # By the process that runs
+PRELOADED: set[str] = set() # Modules of the running process
 
 
 def start(preload: Sequence[str] = TRAINER) -> None:
-    """Start the process that the others are copies of, unless it runs already and was to import all of this; it need
-    not find all modules. One that lacks some ends, since no copy is left when a test begins."""
+    """Start the process that the others are copies of, which need not find all modules. One that runs already stays if
+    it was to import all of these; otherwise it ends, since no copy is left when a test begins."""
     if PRELOADED.issuperset(preload): return
     if PRELOADED: forkserver._forkserver._stop()
     PRELOADED.clear()

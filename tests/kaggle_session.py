@@ -50,7 +50,7 @@ def trap_pip(folder, image=None):
     (folder/'pip'/'__init__.py').touch()
     (folder/'pip'/'__main__.py').write_text(PIP)
     python_path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    inherited = {k: v for k, v in os.environ.items() if k != 'B2T_PIPED'} # Set by a command in this process
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')} # Commands in this process set some
     return inherited | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 

@@ -281,7 +281,7 @@ def test_each_word_is_run_once_and_memory_is_bounded(lms, ngram, monkeypatch):
         search.push(frames.scores[t:t + 1], frames.skip[t:t + 1])
         written = search.scorer.trial
         tree = search.scorer.histories
-        sizes.append(len(written.tree.depth))
+        sizes.append(sum(x.nbytes for layer in written.tree.cache.layers for x in (layer.keys, layer.values)))
         runs.append(len(run))
     held = {a for h in search.beam['state'].copy().tolist() for a in ancestors(tree, h)}
     needed = 1 + sum(len(written.tokens[h]) for h in held) # Fused in the last frame: all are written
