@@ -29,23 +29,23 @@ class Pronunciations(NamedTuple):
     first: np.ndarray   # Word w has the pronunciations first[w] … first[w + 1] - 1 [W + 1]
     start: np.ndarray   # Pronunciation p has the classes symbols[start[p]:start[p + 1]] [P + 1]
     symbols: np.ndarray # Classes of all pronunciations [S]
-    word_end: int       # Class after each word, or -1 without one; then each word has one pronunciation
+    word_end: int       # Class after each word; -1 for models without one, with one pronunciation per word
 
 def pronunciations(spellings: list[list[tuple[int, ...]]], word_end: int = SIL) -> Pronunciations:
-    "Spellings as flat arrays; spellings [W]."
+    "Convert the spellings of each word [W] to flat arrays."
     first = np.cumsum([0, *map(len, spellings)])
     return Pronunciations(first, *flatten(itertools.chain.from_iterable(spellings)), word_end)
 
 def spellings_of_word(prons: Pronunciations, word: int) -> list[tuple[int, ...]]:
-    "Pronunciations of a word, as class ids."
+    "Pronunciations of a word as class ids."
     ends = prons.start[prons.first[word]:prons.first[word + 1] + 1].tolist()
     return [tuple(prons.symbols[a:b].tolist()) for a, b in itertools.pairwise(ends)]
 
 def with_pronunciations(
     prons: Pronunciations,
-    added: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps a new one, and a spelling
+    added: Sequence[tuple[int, tuple[int, ...]]], # Pairs of a (new or existing) word's id and a spelling
 ) -> Pronunciations:
-    "Add pronunciations after the present ones of their words."
+    "Add pronunciations after the existing ones of the same word."
     if not added: return prons
     added = sorted(added, key=lambda pair: pair[0])
     words = np.array([w for w, _ in added], np.int64)
@@ -70,7 +70,7 @@ class SpellingGraph(NamedTuple):
 
 @_jit
 def _spelling_graph(words, prons):
-    "Spell a sentence: for each word its pronunciations side by side, then its SIL."
+    "Spell a sentence: for each word its pronunciations side by side, then a SIL."
     n_nodes, n_arcs = 1, 0
     for w in words:
         a, b = prons.first[w], prons.first[w + 1]
@@ -82,7 +82,7 @@ def _spelling_graph(words, prons):
     before = np.empty(n_arcs, np.int64)
     sil = np.zeros(len(words) + 1, np.int64)
     symbol[0] = -1
-    n, m = 1, 0 # Nodes and arcs so far
+    n, m = 1, 0 # Number of nodes and arcs so far
     for k in range(len(words)):
         a, b = prons.first[words[k]], prons.first[words[k] + 1]
         end = n - 1 # Last node of the current pronunciation
@@ -107,23 +107,23 @@ def _spelling_graph(words, prons):
     return SpellingGraph(symbol, first, before, sil)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c013
-_EVERY = 8 # Interval of frames for saved states and for bounds
+_EVERY = 8 # Frames between two saved states or bounds
 
 class _Bounds(NamedTuple):
-    "Upper bounds on the gain from frames after t = 0, _EVERY, … at nodes of a list's graph; empty if unknown."
+    "Upper bounds on the gain from frames after t = 0, _EVERY, … for nodes of a list's graph; empty if unknown."
     low: np.ndarray  # First node of each row [n]
-    most: np.ndarray # Bounds of the nodes from there on [n, width]
+    most: np.ndarray # Bounds of the nodes from `low` on [n, width]
 
 _NO_BOUNDS = _Bounds(np.zeros(0, np.int64), np.zeros((0, 0)))
 
 class _Limits(NamedTuple):
-    "Limits of the paths through a graph: the frames that they need and an upper bound on their gain."
-    reach: np.ndarray  # Last node that can be reached in a frame from here or before [N]
+    "Limits of the paths through a graph: the frames they need and an upper bound on their gain."
+    reach: np.ndarray  # Last node within one frame's reach of this node or an earlier one [N]
     rest: np.ndarray   # Least number of frames from each node to the end [N]
-    more: np.ndarray   # Log of the number of spellings after each node; zeros for a best path [N]
-    ahead: np.ndarray  # The most that the frames from each one on can add [T' + 1]
-    places: np.ndarray # Index of each node in the graph of the list [N]; empty without one
-    bounds: _Bounds    # Bounds of the nodes of that graph
+    more: np.ndarray   # Log number of spellings after each node [N]; zeros for the best path
+    ahead: np.ndarray  # Largest gain from each frame to the last [T' + 1]
+    places: np.ndarray # Index of each node in the list's graph [N]; empty without one
+    bounds: _Bounds    # Bounds for the nodes of the list's graph
 
 @_jit
 def _join(a, b, add):
@@ -133,7 +133,7 @@ def _join(a, b, add):
 
 @_jit
 def _most_ahead(log_probs, add):
-    "The most that frames from each one on add to a score: by the best class, or by all [T' + 1]."
+    "Largest gain from each frame to the last, by the best class or by the sum of all [T' + 1]."
     ahead = np.zeros(len(log_probs) + 1)
     for t in range(len(log_probs) - 1, -1, -1):
         most = -math.inf
@@ -162,13 +162,13 @@ def _limits(graph, ahead, add, places, bounds):
     return _Limits(reach, rest, more, ahead, places, bounds)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c016
-_MOST = 1024 # Nodes in a frame
+_MOST = 1024 # Most nodes in a frame
 
 @_jit
 def _move(frame, graph, label, blank, low, high, add):
-    "Move the nodes from low to high by one frame; no other node may hold a path."
+    "Update the nodes from low to high for one frame; no path may end in any other node."
     symbol, first, before, sil = graph
-    for i in range(high, low - 1, -1): # Backwards, so that predecessors still hold the frame before
+    for i in range(high, low - 1, -1): # Backwards, so that predecessors still have their old scores
         score = label[i]
         for m in range(first[i], first[i + 1]):
             j = before[m]
@@ -195,7 +195,7 @@ def _narrowed(label, blank, low, high, most):
 
 @_jit
 def _may_come(score, node, limits, row, least) -> bool:
-    "Whether a path with a score at a node can reach `least`, by a row of the bounds."
+    "Whether a path with this score at a node can reach `least`, by a row of the bounds."
     place = limits.places[node] - limits.bounds.low[row]
     return 0 <= place < limits.bounds.most.shape[1] and score + limits.bounds.most[row, place] >= least
 
@@ -215,7 +215,7 @@ def _trimmed(label, blank, low, high, more, bound):
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c019
 class _Saved(NamedTuple):
-    "States before the frames _EVERY, 2·_EVERY, …: nodes from low to high, and the last node that was ever reached."
+    "States before the frames _EVERY, 2·_EVERY, …: nodes from low to high, and the furthest node reached so far."
     count: np.ndarray # Number of valid states [1]
     low: np.ndarray
     high: np.ndarray
@@ -246,18 +246,18 @@ def _save(saved, low, high, furthest, label, blank):
 
 @_jit
 def _keep_saved(saved, node):
-    "Drop states after paths have reached the node where the next sentence differs."
+    "Drop the states whose paths have reached the node at which the next sentence differs."
     while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c023
 class _Ranges(NamedTuple):
-    "Nodes that were computed in each frame t, from low[t] to high[t]."
+    "Range of nodes computed in each frame t: low[t] to high[t]."
     low: np.ndarray  # [T']
     high: np.ndarray # [T']
 
 @_jit
 def _pass_frames(log_probs, graph, limits, least, add, most, saved, scratch):
-    "Follow paths through all frames, from the beginning or from a saved state; False if no path remains."
+    "Follow paths through all frames, from the start or from a saved state; False if no path remains."
     log_probs, graph, limits, saved, (label, blank, ranges) = borrowed((log_probs, graph, limits, saved, scratch))
     blank[0] = 0
     a, b = 0, 0
@@ -282,7 +282,7 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, scratch):
         if len(limits.places) and t % _EVERY == 0: a, b = _bounded(label, blank, a, b, limits, t//_EVERY, least)
         while a <= b and limits.rest[a] > len(log_probs) - 1 - t:
             a += 1
-            saving = False # A shorter sentence might need it
+            saving = False # A shorter sentence might need the dropped nodes
         if a > b: return False
         a, b = _narrowed(label, blank, a, b, most)
         _rule_out(label, blank, first, a)
@@ -293,26 +293,26 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, scratch):
 
 @_jit
 def _score_above(log_probs, graph, limits, least, add, most, saved, ranges):
-    """Log-probability of the frames given a sentence, over all paths that can reach `least`; -inf without one.
+    """Log-probability of the frames given a sentence, over all paths that can reach `least`; -inf if no path can.
     Continues from saved states and saves more. Writes the computed nodes into `ranges`."""
-    label = np.full(len(limits.reach), -math.inf) # Paths that end in the node's class
-    blank = np.full(len(limits.reach), -math.inf) # and in a blank after it
+    label = np.full(len(limits.reach), -math.inf) # Score of paths that end in the node's class
+    blank = np.full(len(limits.reach), -math.inf) # Score of paths that end in a blank after it
     if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, ranges)): return -math.inf
     return _join(label[-1], blank[-1], add)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c027
 def _differences(text: list[int], text2: list[int]) -> list[tuple[int, int, int, int]]:
-    "Words a to b of a text that words c to d of another one replace: `(a, b, c, d)`, both not empty before the end."
+    "Ranges `(a, b, c, d)`: words c to d of `text2` replace words a to b. Neither is empty before the end."
     ranges = []
     i = j = 0
     for m in Levenshtein.opcodes(text, text2).as_matching_blocks():
-        more = m.size > 0 and (m.a == i or m.b == j) # An empty range also takes the next word
+        more = m.size > 0 and (m.a == i or m.b == j) # An empty range is extended by a word
         if m.a > i or m.b > j: ranges.append((i, m.a + more, j, m.b + more))
         i, j = m.a + m.size, m.b + m.size
     return ranges
 
 class _ListGraph(NamedTuple):
-    "A graph that spells all texts of a list, and more; predecessors come first. Node 0 is before the first word."
+    "A graph that spells all texts of a list, and others; predecessors come first. Node 0 is before the first word."
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
     before: np.ndarray # Predecessors of all nodes [A]
@@ -320,8 +320,8 @@ class _ListGraph(NamedTuple):
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c030
 def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], list[list[tuple[int, int]]]]:
-    """The first text and the alternatives to parts of it as one word list; the start of each
-    alternative, by `(a, b, words)`; and the word ranges of each text [n]."""
+    """The first text and the alternatives to its parts as one list of words; the start of each
+    alternative by `(a, b, words)`; and the word ranges of each text [n]."""
     words = list(texts[0])
     begin: dict[tuple, int] = {}
     ranges: list[list[tuple[int, int]]] = []
@@ -348,7 +348,7 @@ def _with_alternatives(self: SpellingGraph, n_words: int, begins: dict[tuple, in
         arcs = slice(first[begin + 1], first[end + 1])
         before[arcs][before[arcs] == begin] = sil[a]
         position[begin + 1:end + 1] = sil[a] + np.linspace(0, sil[b] - sil[a], end - begin + 2)[1:-1]
-        if a < b and words: # Its SIL is the SIL of word b - 1
+        if a < b and words: # It ends in the SIL of word b - 1
             node[arcs][node[arcs] == end] = place[end] = sil[b]
             continue
         is_end[end if words else sil[a]] = True # Either text may be shorter
@@ -362,9 +362,9 @@ def _with_alternatives(self: SpellingGraph, n_words: int, begins: dict[tuple, in
 # %% ../../nbs/decoding/05_acoustic.ipynb #c033
 @_jit
 def _move_back(frame, graph, label, blank, low, high):
-    "Move gains of the nodes from low to high one frame back, to themselves and to their predecessors."
+    "Propagate gains of the nodes from low to high one frame back, to themselves and their predecessors."
     symbol, first, before, _ = graph
-    for i in range(low, high + 1): # Forwards, so that successors still hold the next frame
+    for i in range(low, high + 1): # Forwards, so that successors still have their old gains
         to_label = label[i] + frame[symbol[i]]
         blank[i] += frame[BLANK]
         label[i] = max(to_label, blank[i])
@@ -375,7 +375,7 @@ def _move_back(frame, graph, label, blank, low, high):
 
 @_jit
 def _needed_frames(graph):
-    "Least number of frames from the beginning to each node, and from there to an end."
+    "Least numbers of frames from the start to each node, and from each node to an end."
     n = len(graph.is_end)
     since = np.full(n, n)
     rest = np.full(n, n)
@@ -416,11 +416,11 @@ def _bounds(log_probs: np.ndarray, graph: _ListGraph) -> _Bounds:
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c037
 _GUESS = 32.0   # First guess of a sentence's gap to the best possible score [nats]
-_SPREAD = 24.0  # Guess of the gap between the sentences of a list and the first one [nats]
-_NO_MORE = 64.0 # Lower paths do not change a sum [nats]
+_SPREAD = 24.0  # Guess of the gap between the sentences of a list and the first sentence [nats]
+_NO_MORE = 64.0 # Paths so far below the best do not change a sum [nats]
 
 class _Prior(NamedTuple):
-    "Estimates for n texts before they are scored."
+    "Estimates for n texts, made before scoring them."
     guess: float       # Score that most texts reach; -inf if unknown
     start: np.ndarray  # Start of each text's `places` [n + 1]
     places: np.ndarray # `places` of all texts, see `_Limits`
@@ -447,8 +447,8 @@ def _n_common(a, b):
 
 @_jit
 def _scores(log_probs, words, starts, order, prons, add, prior, ranges):
-    """The score of each text, -inf if the frames are too few; neighbours in `order` begin alike. Writes the computed
-    nodes of the last text into `ranges`."""
+    """Score of each text, -inf if there are too few frames; neighbours in `order` begin with equal words. Writes the
+    computed nodes of the last text into `ranges`."""
     n_frames = len(log_probs)
     ahead = _most_ahead(log_probs, add)
     saved = _no_states(n_frames)
@@ -473,21 +473,21 @@ def _scores(log_probs, words, starts, order, prons, add, prior, ranges):
             if add: margin += _NO_MORE
             scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, ranges)
             if is_sure or scores[i] >= least: break
-            states = _no_states(0) # The saved states are only valid for the guess
+            states = _no_states(0) # Saved states are only valid for the first guess
             gap *= 1.5
             is_sure = scores[i] > -math.inf or gap > 1e5*n_frames
             if scores[i] > -math.inf: least = scores[i]
             elif not is_sure: least = ahead[0] - gap
-            else: # Here the path is too far from the others
+            else: # The path is too far from the others: keep all nodes
                 least = -math.inf
                 most = len(limits.rest)
     return scores
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c040
-_MUCH = 1 << 21 # Nodes of all frames and texts from which bounds save time
+_MUCH = 1 << 21 # Number of nodes, over all frames and texts, above which bounds save time
 
 def _prior_of(log_probs, words, starts, order, prons, add: bool, ranges: _Ranges) -> _Prior:
-    "Estimates for all texts, computed from the first in this order; parameters as in `_scores`."
+    "Estimates for all texts, from the first in `order`; parameters as in `_scores`."
     n = len(order)
     prior = _no_prior(n)
     if n == 1 and not add: return prior
@@ -500,11 +500,11 @@ def _prior_of(log_probs, words, starts, order, prons, add: bool, ranges: _Ranges
 
 def acoustic_scores(
     log_probs: np.ndarray, # Log-probabilities [T', K] float64
-    words: np.ndarray,     # Word ids of all n texts, one after the other [W]
+    words: np.ndarray,     # Word ids of all n texts, concatenated [W]
     starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]] [n + 1]
     prons: Pronunciations, # Pronunciations of all words
     add: bool,             # Whether to sum over paths; otherwise the best one counts
-) -> np.ndarray:           # Natural log for each text [n]
+) -> np.ndarray:           # Natural-log probability for each text [n]
     """Log-probability of the frames given each text: CTC's forward recursion (Graves et al., 2006) over a word graph.
 
     If the frames fit the texts, the time is proportional to the length of the trial."""
@@ -518,7 +518,7 @@ def acoustic_scores(
 # %% ../../nbs/decoding/05_acoustic.ipynb #c048
 @_inlined
 def _best_source(score, graph, i):
-    "Predecessor on the best path to a node: the node itself, a predecessor, or the blank after one."
+    "Best previous entry of a node: the node itself, a predecessor, or the blank after a predecessor."
     source = 2*i + 1
     for m in range(graph.first[i], graph.first[i + 1]):
         j = graph.before[m]
@@ -528,7 +528,7 @@ def _best_source(score, graph, i):
 
 @_jit
 def _best_path(log_probs, graph, ranges):
-    "The node of each frame on the best path within `ranges`, negative for a blank after it [T']."
+    "Node of each frame on the best path within `ranges`, negated for a blank after the node [T']."
     log_probs, graph, (low, high) = borrowed((log_probs, graph, ranges))
     n_frames = len(log_probs)
     place = np.zeros(n_frames + 1, np.int64) # Start of each frame's nodes
@@ -539,7 +539,7 @@ def _best_path(log_probs, graph, ranges):
     scores[0] = 0
     a, b = 0, 0
     for t in range(n_frames):
-        for i in range(high[t], low[t] - 1, -1): # Backwards, so that predecessors still hold the frame before
+        for i in range(high[t], low[t] - 1, -1): # Backwards, so that predecessors still have their old scores
             source = _best_source(scores, graph, i)
             k = 2*(place[t] + i - low[t])
             back[k] = 2*i + 1 if scores[2*i + 1] > scores[2*i] else 2*i
@@ -560,14 +560,14 @@ def word_spans(
     log_probs: np.ndarray,  # Log-probabilities [T', K] float64
     words: np.ndarray,      # Word ids of one sentence
     prons: Pronunciations,  # Pronunciations of all words
-) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; `None` for too few frames
+) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; `None` if too few frames
     "Times of the words on the best path (Viterbi, 1967)."
     ranges = _Ranges(*np.zeros((2, len(log_probs)), np.int64))
     ends, only = np.array([0, len(words)]), np.zeros(1, np.int64)
     if _scores(log_probs, words, ends, only, prons, False, _no_prior(1), ranges)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
     path = _best_path(log_probs, graph, ranges)
-    last = graph.sil + (prons.word_end < 0) # After a word's last node
+    last = graph.sil + (prons.word_end < 0) # One after a word's last node
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in zip(graph.sil, last[1:])]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)
 
@@ -575,7 +575,7 @@ def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: Sequence[int] | np.ndarray, # Labels [S], without blanks
 ) -> np.ndarray:           # First and last frame of each label [S, 2]
-    "Frames of labels on the best path (Viterbi, 1967), as of words of one class; `ValueError` for too few frames."
+    "Frames of labels on the best path (Viterbi, 1967). Raises `ValueError` if there are too few frames."
     ids = np.asarray(class_ids).tolist()
     prons = pronunciations([[(i,)] for i in ids], word_end=-1)
     spans = word_spans(check_log_probs(log_probs), np.arange(len(ids)), prons)

@@ -24,14 +24,14 @@ from .nbest import Hypothesis, agreement
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c006
 class WordEvidence(NamedTuple):
-    "The words of n best hypotheses: which list entries share them, and whether they are right."
-    totals: np.ndarray # Totals of each list relative to its best; -inf beyond its end [n, N]
-    same: np.ndarray   # Whether an entry has a word at its position [W, N]
-    list_of: np.ndarray # List of each word [W]
+    "Words of n best hypotheses: which list entries agree, and whether the words are right."
+    totals: np.ndarray # Totals of each list relative to the best one, padded with -inf [n, N]
+    same: np.ndarray   # Whether each list entry has the word at its position [W, N]
+    list_of: np.ndarray # Index of each word's list [W]
     right: np.ndarray  # Whether the reference has the word, by an alignment with fewest edits [W]
 
     def confidences(self, temperature: float) -> np.ndarray:
-        "Confidence of each word [W], if `temperature` divides the totals."
+        "Confidence of each word with a temperature [W]."
         p = np.exp(self.totals/temperature)
         p /= p.sum(1, keepdims=True)
         return np.einsum('wn,wn->w', self.same, p[self.list_of]).clip(max=1)
@@ -39,7 +39,7 @@ class WordEvidence(NamedTuple):
 def word_evidence(lists: Sequence[Sequence[Hypothesis]], references: Sequence[str]) -> WordEvidence:
     "Compare the words of the best hypotheses with their lists and with the references."
     best = [hyps[0].text.split() for hyps in lists]
-    if not any(best): raise ValueError('no words to calibrate confidences with')
+    if not any(best): raise ValueError('found no words to calibrate confidences on')
     n_words = [len(words) for words in best]
     list_of = np.repeat(np.arange(len(best)), n_words)
     totals = np.full((len(best), max(map(len, lists))), -np.inf)
@@ -52,54 +52,54 @@ def word_evidence(lists: Sequence[Sequence[Hypothesis]], references: Sequence[st
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c008
 TEMPERATURES = np.geomspace(0.1, 1000, 189) # Candidates, in steps of 5 %
-_LEAST = 1e-6 # Least probability: a wrong word with confidence 1 must not cost infinitely much
+_LEAST = 1e-6 # Least probability, so that a wrong word with confidence 1 has a finite cost
 
 @patch
 def costs(self: WordEvidence) -> np.ndarray:
-    "Cross-entropy of predicting by its confidence whether a word is right [nats], at each temperature [189, W]."
+    "Cross-entropy of each word's confidence as the probability that it is right [nats], by temperature [189, W]."
     return np.stack([-np.log(abs(~self.right - self.confidences(t)).clip(_LEAST)) for t in TEMPERATURES])
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c011
 def area_under_roc(
     scores: np.ndarray, # Scores, such as confidences [n]
-    right: np.ndarray,  # Whether each is the score of something right [n]
+    right: np.ndarray,  # Whether each scored item is right [n]
 ) -> float:
-    """Probability that something right scores higher than something wrong, ties counting half, by
-    ranks (Mann and Whitney, 1947; Hanley and McNeil, 1982). Needs both right and wrong ones."""
+    """Probability that a right item scores higher than a wrong one, with ties as half, from ranks
+    (Mann and Whitney, 1947; Hanley and McNeil, 1982). Needs both right and wrong items."""
     right = np.asarray(right, bool)
     n_right = int(right.sum())
-    rank = pd.Series(scores).rank().to_numpy() # Equal scores share their ranks, which begin with 1
+    rank = pd.Series(scores).rank().to_numpy() # Ranks from 1, averaged over equal scores
     return float((rank[right].sum() - n_right*(n_right + 1)/2)/(n_right*(len(right) - n_right)))
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c013
-MIN_TRIALS = 50 # Least number of trials to tune or to calibrate on
+MIN_TRIALS = 50 # Fewest trials for tuning or calibration
 
 @dataclass(frozen=True)
 class Quality:
     "Quality measures of word confidences."
     cross_entropy: float # Mean, in nats
     error: float         # Expected calibration error (Naeini et al., 2015)
-    area: float | None   # Area under the ROC of whether a word is right; `None` if all are, or none
-    bins: tuple[tuple[int, float, float], ...] # Words, mean confidence and share of right ones, by tenths
+    area: float | None   # Area under the ROC curve; `None` if all words are right or all are wrong
+    bins: tuple[tuple[int, float, float], ...] # Each bin's number of words, mean confidence, fraction right
 
 @dataclass(frozen=True)
 class Calibration:
     "The result of `cross_calibrate`."
     temperature: Annotated[float, Field(gt=0)] # Temperature fitted on all trials
-    folds: tuple[float, ...]   # Temperatures fitted without each fold
+    folds: tuple[float, ...]   # Temperature fitted without each fold
     n_words: int
-    before: Quality            # Quality with a temperature of 1
-    validated: Quality         # Quality of each word with the temperature of its trial's fold
+    before: Quality            # Quality at a temperature of 1
+    validated: Quality         # Quality with each word at the temperature of its trial's fold
 
     @property
     def table(self) -> list[dict]:
-        "Rows with the quality before and after calibration."
+        "Quality before and after calibration, as rows."
         names = {'not calibrated': self.before, 'calibrated (cross-validated)': self.validated}
         return [{'confidences': name, 'off by': q.error, 'cross-entropy': q.cross_entropy,
                  'area under the ROC': 'none' if q.area is None else q.area} for name, q in names.items()]
 
 def quality(costs: np.ndarray, confidence: np.ndarray, right: np.ndarray) -> Quality:
-    "Measures of confidences; all [W]."
+    "Measure the quality of word confidences; all arguments [W]."
     table = pd.DataFrame(dict(confidence=np.asarray(confidence, float), right=np.asarray(right, float)))
     tenths = table.groupby((10*table.confidence).astype(int).clip(0, 9).to_numpy())
     mean, number = tenths.mean(), tenths.size()
@@ -132,14 +132,14 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
     write_whole(path, json.dumps(asdict(calibration)))
 
 def read_calibration(path: str | Path) -> Calibration:
-    "A result of `cross_calibrate`; raises a `ValueError` that names the file if it does not have one."
+    "Read a calibration; raises a `ValueError` that names the file if it does not contain one."
     try: return TypeAdapter(Calibration).validate_json(read_text(path))
     except (OSError, ValueError) as e:
-        raise ValueError(f'{path}: not a calibration ({e!r:.200}); make the lists again') from None
+        raise ValueError(f'{path}: not a calibration ({e!r:.200}); decode again') from None
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c023
 def plot_reliability(calibration: Calibration):
-    "Plot a reliability diagram, before and after; returns the figure."
+    "Plot reliability diagrams before and after calibration; returns the figure."
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(5, 4), layout='constrained')
     ax.plot([0, 1], [0, 1], color='grey', linewidth=1)

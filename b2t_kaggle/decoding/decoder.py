@@ -69,20 +69,20 @@ from ..phonemes import BLANK
 # %% ../../nbs/decoding/06_decoder.ipynb #c008
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    "Options of a `LexiconBeamDecoder`; raises `ValueError` for a value out of its range."
+    "Options of a `LexiconBeamDecoder`; raises `ValueError` for a value out of range."
     beam: int = 100               # Hypotheses kept per frame (flashlight's `beam_size`)
     lm_weight: float = 1.0        # Weight of the n-gram score
     word_score: float = 0.0       # Score added per word
     acoustic_scale: float = 0.8   # Weight of the acoustic score
     blank_penalty: float = 1.0    # Divisor of the blank's probability
-    nbest: int = 10               # Hypotheses returned; above ten, fewer if `threshold` leaves fewer
+    nbest: int = 10               # Most hypotheses to return; lists beyond ten depend on `threshold`
     merge: Literal['max', 'sum'] = 'max' # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
     threshold: float = 12.0       # Largest gap to the best hypothesis [acoustic nats] (`beam_threshold`)
-    blank_skip: float = 0.999     # Probability of the penalised blank above which a frame is not searched
+    blank_skip: float = 0.999     # Frames are skipped if the penalised blank is more probable than this
     fusion: Fusion | None = None  # Whole-sentence language model in the search, besides the n-gram
-    frame_ms: float | None = None # Time from one frame to the next; gives hypotheses their `words`
-    frame_offset_ms: float = 0.0  # Beginning of the first frame, from the start of the trial
-    temperature: float = 1.0      # Divisor of totals for posteriors, such as the result of `cross_calibrate`
+    frame_ms: float | None = None # Milliseconds per frame; needed for the hypotheses' `words`
+    frame_offset_ms: float = 0.0  # Start of the first frame, in ms from the start of the trial
+    temperature: float = 1.0      # Divisor of totals for posteriors, such as from `cross_calibrate`
 
     def __post_init__(self):
         def is_positive(x): return 0 < x < math.inf
@@ -103,18 +103,18 @@ class SearchOptions:
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c011
 class Vocabulary(NamedTuple):
-    "A decoder's words, with the data to search and score them."
+    "A decoder's words, with the data for searching and scoring them."
     words: list[str]
     number: dict[str, int] # Index of each word in `words`
     classes: Classes       # Classes of the acoustic model
     prons: Pronunciations
-    ngram: AutomatonScorer | NGram # Scorer that all searches share, or KenLM's model
+    ngram: AutomatonScorer | NGram # Scorer that all searches share, or a model to query by KenLM
     trie: Trie             # All pronunciations
-    phrases: PhraseList | None = None # Boosted phrases, to score sentences
-    bonuses: Arrays | None = None     # The same phrases, to search
+    phrases: PhraseList | None = None # Boosted phrases, for scoring sentences
+    bonuses: Arrays | None = None     # Boosted phrases, for the search
 
     def scorer(self) -> AutomatonScorer | KenLMScorer:
-        "The n-gram in the form in which a search queries it."
+        "The n-gram's scorer for a search."
         return self.ngram if isinstance(self.ngram, AutomatonScorer) else KenLMScorer(self.ngram, self.words)
 
 class LexiconBeamDecoder:
@@ -122,26 +122,26 @@ class LexiconBeamDecoder:
 
     In each frame it keeps the `beam` best pairs of trie node and n-gram state; the sentences found
     are then scored exactly. A word that the n-gram lacks is scored as its `<unk>` (10^-100 without
-    one, as in KenLM). An n-gram whose ARPA file still exists is searched as an `Automaton`, others
-    by slower queries to KenLM.
+    one, as in KenLM). An n-gram whose ARPA file still exists becomes an `Automaton`; others are
+    queried through KenLM, which is slower.
 
-    Hypotheses know their list, and so their `posterior`. With `frame_ms`, which `logits.frame_times` gives, they also
-    know their `words`, for which they keep the frames of their trial.
+    Hypotheses know their list, and so their `posterior`. With `frame_ms` (see `logits.frame_times`) they also have
+    `words`, for which they keep the frames of their trial.
 
-    `tokens`, `blank` and `word_end` name the classes of any CTC model; the lexicon spells words with these tokens. A
-    model of characters has the lexicon `{word: [list(word)]}`. Without a `word_end` each word has one spelling.
+    `tokens`, `blank` and `word_end` name the classes of any CTC model; the lexicon spells words with these tokens. For
+    a model of characters it is `{word: [list(word)]}`. Without a `word_end` each word has one spelling.
 
     A `boost` adds its bonus to the `total` of a sentence for each occurrence of its word or phrase, and the bonus
     divided by `lm_weight` to `ngram`. `added` lists the words that it adds to the lexicon, with their pronunciations; a
-    warning lists the guessed ones. An `Automaton` gives such a word the probability of its median word, KenLM of
-    `<unk>`."""
+    warning lists the guessed ones. An `Automaton` gives such a word the probability of the lexicon's median
+    word, KenLM that of `<unk>`."""
     @delegates(SearchOptions)
     def __init__(self,
         lexicon: Lexicon,      # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
         lm: NGram | Automaton, # n-gram model of the words; an automaton needs less memory
         beam: int = 100,       # Hypotheses kept per frame (flashlight's `beam_size`)
         *,
-        tokens: Sequence[str] | None = None, # Names of the model's classes in its order [K]; `None` for the 41
+        tokens: Sequence[str] | None = None, # Names of the model's classes in output order [K]; default: the kit's 41
         blank: str | int = 'BLANK',          # Name or number of the blank
         word_end: str | int | None = 'SIL',  # Token after each word; `None` means no token between words
         boost: Boosts | None = None,         # Bonus of words and phrases [nats], see `lm.boost.boosts_of`
@@ -152,7 +152,7 @@ class LexiconBeamDecoder:
         self.lm = lm
         words, spellings = spellings_of(lexicon, self.classes)
         if isinstance(lm, str | Path):
-            raise TypeError(f'lm: found the path {lm}, expected the model in it; load_ngram(path) reads it')
+            raise TypeError(f'lm: found the path {lm}, expected a model; read it with load_ngram(path)')
         if self.options.lm_weight or self.options.fusion is not None: check_words(lm, words)
         if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
         ngram = AutomatonScorer(lm, words) if isinstance(lm, Automaton) else lm
@@ -172,7 +172,7 @@ class LexiconBeamDecoder:
         self.vocabulary = vocabulary
         self.words = vocabulary.words
         self.trie = vocabulary.trie
-        self._idle: list[Search] = [] # Searches that no trial uses: several threads may decode
+        self._idle: list[Search] = [] # Unused searches: several threads may decode
 
     def __repr__(self) -> str:
         return f'LexiconBeamDecoder({len(self.words):,} words, {self.lm!r}, beam={self.options.beam})'
@@ -180,7 +180,7 @@ class LexiconBeamDecoder:
     def decode(self,
         log_probs: Any,    # Log-probabilities of one trial [T', 41], as an array or tensor of any library
     ) -> list[Hypothesis]: # Up to `nbest` hypotheses with distinct texts, best first; never empty
-        """The n-best sentences of a trial. No frames give one hypothesis, the empty sentence.
+        """The n-best sentences of a trial; without frames, only the empty sentence.
 
         Log-probabilities below -10000, such as the -inf of a one-hot row, count as -10000.
         Raises `ValueError` for a wrong shape, NaN, +inf, or rows that are not log-probabilities."""
@@ -193,7 +193,7 @@ class LexiconBeamDecoder:
 class Prepared(NamedTuple):
     "Frames of a trial for the search and for scoring sentences."
     log_probs: np.ndarray # Log-probabilities with the blank penalty, float64 [t, K]
-    scores: np.ndarray    # The same, scaled, float32 [t, K]
+    scores: np.ndarray    # Scaled log-probabilities, float32 [t, K]
     skip: np.ndarray      # True for frames that are certainly blank [t]
 
 @patch
@@ -208,12 +208,12 @@ def prepare(self: LexiconBeamDecoder, log_probs: Any) -> Prepared:
 def _scaled(self: LexiconBeamDecoder, x: np.ndarray) -> Prepared:
     penalised = np.exp(x[:, BLANK])
     blank = np.minimum(self.options.blank_penalty*penalised, 1)
-    skip = penalised > self.options.blank_skip*(penalised + 1 - blank) # As if renormalised
+    skip = penalised > self.options.blank_skip*(penalised + 1 - blank) # As if x were renormalised
     return Prepared(x, (self.options.acoustic_scale*x).astype(np.float32), skip)
 
 @patch
 def take_search(self: LexiconBeamDecoder) -> Search:
-    "A search at the beginning of a trial; `return_search` gives it back."
+    "Take a search and begin a trial; give it back with `return_search`."
     try: search = self._idle.pop()
     except IndexError: search = self._new_search()
     search.start(self.options.threshold*self.options.acoustic_scale)
@@ -232,7 +232,7 @@ def _new_search(self: LexiconBeamDecoder) -> Search:
 
 @patch
 def return_search(self: LexiconBeamDecoder, search: Search) -> None:
-    "Keep a search for another trial."
+    "Keep a search for the next trial."
     search.forget()
     self._idle.append(search)
 
@@ -240,7 +240,7 @@ def return_search(self: LexiconBeamDecoder, search: Search) -> None:
 @patch
 def _rank(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray, starts: np.ndarray,
           llm: np.ndarray | None = None) -> list[Hypothesis]:
-    "Hypotheses of the texts words[starts[i]:starts[i + 1]], best first, perhaps with a fusion's scores `llm`."
+    "Rank the texts words[starts[i]:starts[i + 1]] as hypotheses, perhaps with a fusion's scores `llm`."
     o, v = self.options, self.vocabulary
     texts = [' '.join([v.words[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
     acoustic = acoustic_scores(log_probs, words, starts, v.prons, o.merge == 'sum')
@@ -258,7 +258,7 @@ def _rank(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray, st
     return [h for h in hyps if h.total > -math.inf]
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c021
-_ENOUGH = 10 # Enough sentences of a trial
+_ENOUGH = 10 # Sentences per trial that suffice
 
 def _distinct(*lists: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     texts = {tuple(words[a:b].tolist()): None for words, starts in lists for a, b in itertools.pairwise(starts)}
@@ -266,16 +266,16 @@ def _distinct(*lists: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.nda
     return words, start
 
 def _texts_of(search: Search, n_best: int) -> tuple[np.ndarray, np.ndarray]:
-    "More texts than the list will have, because other scores rank them; unfinished ones have no fusion score."
+    "More texts than the list needs, since exact scores rank them; unfinished ones have no fusion score."
     texts = search.texts(2*n_best)
     if len(texts[1]) > n_best or isinstance(search, FusedSearch): return texts
     return _distinct(texts, search.begun_texts(2*n_best))
 
 @patch
 def finish(self: LexiconBeamDecoder, search: Search, log_probs: np.ndarray) -> list[Hypothesis]:
-    """The n-best of a trial after all frames from `prepare` [T', K] were searched; returns the
-    search. If the threshold left few sentences, the frames are searched again with a larger one
-    (not with a fusion)."""
+    """The n-best of a trial after a search of all frames from `prepare` [T', K]; returns the search.
+
+    If the threshold left few sentences, searches again with a larger one (not with a fusion)."""
     o = self.options
     words, starts = _texts_of(search, o.nbest)
     for factor in (2, 4):
@@ -291,7 +291,7 @@ def finish(self: LexiconBeamDecoder, search: Search, log_probs: np.ndarray) -> l
 
 @patch
 def _word_times(self: LexiconBeamDecoder, log_probs: np.ndarray) -> Callable[[str], np.ndarray] | None:
-    "Function from a sentence to its words' begins and ends in ms, for frames [T', 41] from `prepare`."
+    "Function from a sentence to its words' starts and ends in ms, for frames [T', K] from `prepare`."
     offset, frame_ms = self.options.frame_offset_ms, self.options.frame_ms
     if frame_ms is None: return None
     return lambda text: offset + frame_ms*(self.word_frames(log_probs, text) + [0, 1])
@@ -299,7 +299,7 @@ def _word_times(self: LexiconBeamDecoder, log_probs: np.ndarray) -> Callable[[st
 # %% ../../nbs/decoding/06_decoder.ipynb #c031
 @patch
 def decode_all(self: LexiconBeamDecoder,
-    log_probs: Sequence[Any], # Trials [T', 41], such as a `LogitStore`: read one by one, by index
+    log_probs: Sequence[Any], # Trials [T', 41], such as a `LogitStore`, read one by one by index
     n_jobs: int = 0,          # Number of threads; 0 means one per core
     progress: bool = True,    # Whether to show a progress bar
 ) -> list[list[Hypothesis]]:  # The n-best of each trial
@@ -316,10 +316,10 @@ def decode_all(self: LexiconBeamDecoder,
 
 @patch
 def decode_batch(self: LexiconBeamDecoder,
-    log_probs: Any,                       # Padded trials [B, T', K], of any library, or a list of arrays [T', K]
+    log_probs: Any,                       # Padded trials [B, T', K] of any library, or a list of arrays [T', K]
     lengths: Sequence[int] | None = None, # Number of frames of each trial [B]; `None` for all
 ) -> list[list[Hypothesis]]:              # The n-best of each trial
-    "Decode a batch on all cores; raises `ValueError` that names the trial, also for lengths that do not fit."
+    "Decode a batch on all cores; raises a `ValueError` that names the trial, also for a wrong length."
     is_array = hasattr(log_probs, 'shape')
     trials: Any = to_numpy(log_probs) if is_array else log_probs
     if is_array and trials.ndim != 3:
@@ -336,7 +336,7 @@ def decode_batch(self: LexiconBeamDecoder,
 # %% ../../nbs/decoding/06_decoder.ipynb #c034
 @patch
 def with_options(self: LexiconBeamDecoder, **changes: Any) -> LexiconBeamDecoder:
-    "A decoder with other values of some `SearchOptions`, which shares lexicon and language model."
+    "A decoder with other `SearchOptions` that shares the lexicon and the language model."
     decoder = copy(self)
     decoder.options = replace(self.options, **changes)
     if changes.keys() & {'beam', 'lm_weight', 'word_score', 'fusion'}: decoder._use(self.vocabulary)
@@ -346,7 +346,7 @@ def with_options(self: LexiconBeamDecoder, **changes: Any) -> LexiconBeamDecoder
 # %% ../../nbs/decoding/06_decoder.ipynb #c037
 @patch
 def _word_ids(self: LexiconBeamDecoder, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    "Word ids of texts, one after the other, and where each begins."
+    "Concatenated word ids of texts, and the start of each text."
     number = self.vocabulary.number
     unknown = [w for text in texts for w in text.split() if w not in number]
     if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
@@ -366,15 +366,15 @@ def acoustic(self: LexiconBeamDecoder,
 # %% ../../nbs/decoding/06_decoder.ipynb #c040
 @patch
 def boosted(self: Vocabulary, boosts: Sequence[Boost], added: Sequence[AddedWord], lm_weight: float) -> Vocabulary:
-    "The plain vocabulary with the words and phrases of boosts. Raises `ValueError` for unusable words."
+    "The plain vocabulary, extended by boosts. Raises `ValueError` for unusable words."
     new = [w.text for w in added if w.text not in self.number]
     words = self.words + new if new else self.words
     number = self.number | {w: i for i, w in enumerate(new, len(self.words))} if new else self.number
     pairs = []
     for word in added:
         unknown = [p for phonemes in word.pronunciations for p in phonemes if p not in self.classes.spoken]
-        if unknown: raise ValueError(f'boost, word {word.text!r}: its phoneme {unknown[0]!r} is no token of this '
-                                     'decoder; give the word in the lexicon, without a pronunciation here')
+        if unknown: raise ValueError(f'boost, word {word.text!r}: its phoneme {unknown[0]!r} is not a token of this '
+                                     'decoder; put the word into the lexicon, without a pronunciation here')
         present = spellings_of_word(self.prons, self.number[word.text]) if word.text in self.number else []
         _, (spellings,) = spellings_of({word.text: word.pronunciations}, self.classes)
         pairs += [(number[word.text], s) for s in spellings if s not in present]
@@ -388,7 +388,7 @@ def boosted(self: Vocabulary, boosts: Sequence[Boost], added: Sequence[AddedWord
     if len(self.trie.n_children) and not new: return grown # No look-ahead to change
     unigrams = grown.scorer().unigrams()
     gains = most_gains(bonuses)[:len(unigrams)]/lm_weight
-    # A larger promise at a word's beginning would make the threshold drop everything else
+    # A larger look-ahead at a word's start would make the threshold drop everything else
     ahead = np.maximum(unigrams, np.minimum(unigrams + gains, unigrams.max()))
     spelled = [(w, s) for w in dict.fromkeys(phrases.words.tolist()) for s in spellings_of_word(grown.prons, w)]
     return grown._replace(trie=add_words(self.trie, spelled, [ahead[w] for w, _ in spelled]))
@@ -400,7 +400,7 @@ def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
     self.boost = boosts_of(boost or {})
     self.added = added_words(self.boost, self._plain.number)
     if self.boost and not self.options.lm_weight:
-        raise ValueError('lm_weight is 0 beside a boost, which is part of the language model; set it above 0')
+        raise ValueError('lm_weight is 0, but a boost needs the language model; set it above 0')
     self._use(self._plain.boosted(self.boost, self.added, self.options.lm_weight) if self.boost else self._plain)
 
 @patch
@@ -416,13 +416,13 @@ def _warn_of_guesses(self: LexiconBeamDecoder) -> None:
     guesses = [f'{w.text} {" ".join(w.pronunciations[0])}' for w in self.added if w.is_guessed]
     if not guesses: return
     warnings.warn('boost: no dictionary has these words, so their pronunciations are guessed from their letters: '
-                  f'{textwrap.shorten("; ".join(guesses), 1000)}. Give those that are wrong', stacklevel=3)
+                  f'{textwrap.shorten("; ".join(guesses), 1000)}. Specify the wrong ones', stacklevel=3)
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c045
 @patch
 def word_frames(self: LexiconBeamDecoder,
     log_probs: np.ndarray, # Frames of the trial, from `prepare` [T', K]
-    text: str,             # Sentence of the lexicon's words
+    text: str,             # Sentence of words in the lexicon
 ) -> np.ndarray:           # [n_words, 2]
     "First and last frame of each word's phonemes on the best path."
     spans = word_spans(log_probs, self._word_ids([text])[0], self.vocabulary.prons)
@@ -432,8 +432,8 @@ def word_frames(self: LexiconBeamDecoder,
 @patch
 def with_words(self: LexiconBeamDecoder, log_probs: np.ndarray, hyps: Sequence[Hypothesis],
                temperature: float | None = None) -> list[Hypothesis]:
-    """The n-best list of a trial [T', K], such as one read from a file, as hypotheses with a `posterior`, and with
-    `words` if there is `frame_ms`. `temperature` divides totals; `None` stands for the decoder's."""
+    """Add a `posterior` and, with `frame_ms`, `words` to the n-best list of a trial [T', K], such as one read from a
+    file. `temperature` divides totals; by default it is the decoder's."""
     times = self._word_times(self.prepare(log_probs).log_probs)
     return with_posteriors(hyps, self.options.temperature if temperature is None else temperature, times)
 
@@ -444,7 +444,7 @@ def from_folder(cls: LexiconBeamDecoder,
     hotwords: str | Path | None = None, # YAML file of words and their bonuses [log10]
     **options: Any,     # Arguments of `LexiconBeamDecoder`
 ) -> LexiconBeamDecoder:
-    """A decoder from the files of the organisers' decoder, `phoneme_to_words_lm`, with their weights by default.
+    """A decoder from the files of the organisers' `phoneme_to_words_lm`, with their weights by default.
 
     Columns are in the order of `tokens.txt`, unless `tokens` names them (`None`: the kit's 41 classes)."""
     folder = Path(folder)

@@ -18,43 +18,43 @@ from ..lm.ngram import LN10
 
 # %% ../../nbs/decoding/02_histories.ipynb #c006
 class FusedTrial(Protocol):
-    "A language model during one trial. Histories are numbers [n]; it knows 0 and the histories that were scored."
+    "A language model during one trial. Histories are numbers [n]; it knows 0 and each one that it has scored."
 
     def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Natural-log probability of each history's last word given the others [n]; takes the
-        numbers of new histories, ascending, of the histories without their last words, and the ids
-        of these words, each [n]."""
+        """Natural-log probability of each new history's last word given the words before it [n].
+
+        Takes ascending history numbers, their parents' numbers and the last words' ids [n]."""
 
     def end(self, histories: np.ndarray) -> np.ndarray:
         "Natural-log probability that the sentence ends after each history [n]; zeros if ends are not scored."
 
     def keep(self, histories: np.ndarray) -> None:
-        "Announce that most future queries continue these histories [n]; memory of others may be freed."
+        "Announce that most future queries will extend these histories [n]; the others may be freed."
 
 class Fusion(Protocol):
     "A language model for whole histories; `b2t_kaggle.rescoring.fusion.LLMFusion` is one."
-    weight: float # Weight of its log-probabilities, beside the n-gram's
-    every: int    # Frames from one scoring to the next
+    weight: float # Weight of its log-probabilities, in addition to the n-gram's
+    every: int    # Number of frames between two scorings
 
-    def begin(self, words: list[str]) -> FusedTrial: "A trial whose word ids are indices of `words`."
+    def begin(self, words: list[str]) -> FusedTrial: "Begin a trial whose word ids are indices into `words`."
 
 # %% ../../nbs/decoding/02_histories.ipynb #c010
-_WORD = 0xffffffff # The part of a key that is the word
-_SIZE = 1 << 14    # Size of the tree at the beginning
+_WORD = 0xffffffff # Bits of a key that hold the word
+_SIZE = 1 << 14    # Initial size of the tree
 
 class Histories(NamedTuple):
     "Word histories in arrays [H]; entry 0 is the empty one."
-    parent: np.ndarray # The history without the last word
-    word: np.ndarray   # The last word
-    state: np.ndarray  # n-gram state after it
-    ngram: np.ndarray  # Natural-log probability of the last word by the n-gram
-    llm: np.ndarray    # Log-probability by the fusion; NaN: not scored yet
+    parent: np.ndarray # Number of the history without its last word
+    word: np.ndarray   # Last word
+    state: np.ndarray  # n-gram state after the history
+    ngram: np.ndarray  # Natural-log n-gram probability of the last word
+    llm: np.ndarray    # The same by the fusion; NaN if not scored yet
 
 def _new_histories(size: int) -> Histories:
     return Histories(*np.zeros((3, size), np.int32), *np.full((2, size), np.nan))
 
 class HistoryScorer(ScoreCache):
-    "An n-gram and a fusion whose states are whole histories: delayed fusion (Hori et al., 2025)."
+    "N-gram and fusion scores, with whole histories as states: delayed fusion (Hori et al., 2025)."
     begin = 0 # The empty history
 
     def __init__(self, ngram: NGramScorer, words: list[str], lm_weight: float, fusion: Fusion):
@@ -62,7 +62,7 @@ class HistoryScorer(ScoreCache):
         self.words = words
         self.fusion = fusion
         self.lm_weight = lm_weight
-        self.weight = lm_weight + fusion.weight # Weight in the search
+        self.weight = lm_weight + fusion.weight # Weight of the scores in the search
         super().__init__(len(words))
 
     def forget(self) -> None:
@@ -84,12 +84,12 @@ class HistoryScorer(ScoreCache):
         keys = np.unique(keys)
         log_probs, states = self._ngram(keys)
         is_word = keys & _WORD < len(self.words)
-        after = np.zeros(len(keys), np.int32) # The sentence's end leads to no history
+        after = np.zeros(len(keys), np.int32) # No history follows the sentence end
         after[is_word] = self._append(keys[is_word], LN10*log_probs[is_word], states[is_word])
         self._store(keys, log_probs, after)
 
     def _ngram(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        "log10 probability of words after histories, and the n-gram's next state."
+        "log10 n-gram probability of words after histories, and the next states."
         while True:
             log_probs, states = _query_ngram(self.ngram.view, self.histories.state, keys)
             if (states >= 0).all(): return log_probs, states
@@ -99,7 +99,7 @@ class HistoryScorer(ScoreCache):
     def _append(self, keys: np.ndarray, ngram: np.ndarray, states: np.ndarray) -> np.ndarray:
         first, size = self.n, len(self.histories.parent)
         self.n += len(keys)
-        if self.n > size: # It at least doubles
+        if self.n > size: # At least double it
             added = _new_histories(max(self.n - size, size))
             self.histories = Histories(*map(np.concatenate, zip(self.histories, added)))
         columns = keys >> 32, keys & _WORD, states, ngram, np.nan
@@ -108,7 +108,7 @@ class HistoryScorer(ScoreCache):
 
 @_jit
 def _path_sums(parent, values, histories):
-    "The sum of values over each history and its prefixes."
+    "Sum of the values of each history and its prefixes."
     sums = np.zeros(len(histories))
     for i in range(len(histories)):
         h = histories[i]
@@ -128,7 +128,7 @@ def _query_ngram(ngram, states, keys):
 
 @_jit
 def _places(arcs, keys):
-    "Indices of keys in a table; -1 for a key that is not in it."
+    "Indices of keys in a table; -1 for missing keys."
     places = np.empty(len(keys), np.int64)
     for i in range(len(keys)):
         place = find(arcs, keys[i])
@@ -138,12 +138,12 @@ def _places(arcs, keys):
 # %% ../../nbs/decoding/02_histories.ipynb #c013
 @patch
 def _fuse(self: HistoryScorer, histories: np.ndarray, held: np.ndarray) -> np.ndarray:
-    "Score the new words of histories; returns how much this adds to the histories in `held` [n]."
+    "Score the new words of histories; returns the change in score of each history in `held` [n]."
     tree = self.histories
     layers = [np.zeros(0, np.int32)]
     while len(histories):
         histories = np.unique(histories)
-        histories = histories[np.isnan(tree.llm[histories])] # Prefixes of scored histories are scored
+        histories = histories[np.isnan(tree.llm[histories])] # Prefixes of scored histories have scores
         layers.append(histories)
         histories = tree.parent[histories]
     new = np.unique(np.concatenate(layers))
@@ -163,14 +163,14 @@ def _set_scores(self: HistoryScorer, before, words, ngram: np.ndarray, llm: np.n
 # %% ../../nbs/decoding/02_histories.ipynb #c016
 @patch
 def fuse(self: HistoryScorer, held: np.ndarray) -> np.ndarray:
-    "Score the new words of all histories in the beam, and free memory of others; held [n] -> added scores [n]."
+    "Score the new words of all histories in the beam, and free the others; held [n] -> score changes [n]."
     added = self._fuse(held, held)
     self.trial.keep(np.unique(held))
     return added
 
 @patch
 def fuse_at_end(self: HistoryScorer, complete: np.ndarray, held: np.ndarray) -> np.ndarray:
-    "Score new words and the ends of complete histories; complete [m], held [n] -> added scores [n]."
+    "Score new words and the ends of complete histories; complete [m], held [n] -> score changes [n]."
     added = self._fuse(complete, held)
     complete = np.unique(complete)
     end = len(self.words) + 1

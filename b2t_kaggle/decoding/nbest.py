@@ -25,8 +25,8 @@ from ..core.reading import is_finite_number, parse_json, read_text, split_lines
 class Word(NamedTuple):
     "A word of a hypothesis."
     text: str
-    start_ms: float   # Beginning of the first frame of its phonemes, from the start of the trial
-    end_ms: float     # End of the last frame
+    start_ms: float   # Start of the first frame of its phonemes, from the start of the trial
+    end_ms: float     # End of the last frame of its phonemes
     confidence: float # Probability of this word at its position, over the n-best list
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Hypothesis:
     "One entry of an n-best list: `total = acoustic_scale · acoustic + lm_weight · ngram + word_score · n_words`."
     text: str
     acoustic: float # Natural-log probability of the frames given the words, with the blank penalty
-    ngram: float    # Natural-log n-gram probability of the words and the sentence's end
+    ngram: float    # Natural-log n-gram probability of the words and the sentence end
     n_words: int
     total: float
 
-    __slots__ = ('__dict__', '__weakref__', '_list') # Not a field: `==`, `vars`, files and copies leave the list out
+    __slots__ = ('__dict__', '__weakref__', '_list') # `_list` is not a field: `==`, `vars`, files and copies ignore it
 
     def __getstate__(self) -> dict: return vars(self)
 
@@ -49,20 +49,20 @@ class Hypothesis:
 
     @property
     def words(self) -> list[Word]:
-        "Its words with times and confidences, computed at each access; raises `ValueError` if no times are known."
+        "Words with times and confidences, computed at each access; raises `ValueError` if times are unknown."
         return self._nbest.words(self.text)
 
     @property
     def _nbest(self) -> '_NBest':
         if hasattr(self, '_list'): return getattr(self, '_list')
         raise ValueError('this hypothesis does not know its n-best list, since it was read from a file, copied or '
-                         'rescored; take it from with_posteriors(hypotheses), or from with_words of the decoder')
+                         "rescored; get it from with_posteriors(hypotheses) or from the decoder's with_words")
 
     def _with_list(self, nbest: '_NBest') -> 'Hypothesis':
-        "A copy that knows its list, in a fifth of the time of `copy.copy`."
+        "A copy that knows its list; five times as fast as `copy.copy`."
         hypothesis = object.__new__(type(self))
         hypothesis.__dict__.update(self.__dict__)
-        object.__setattr__(hypothesis, '_list', nbest) # Only fields are frozen
+        object.__setattr__(hypothesis, '_list', nbest) # The class is frozen
         return hypothesis
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c009
@@ -70,11 +70,11 @@ class Hypothesis:
 class LLMHypothesis(Hypothesis):
     "A hypothesis that a large language model has scored, within the search or after it."
     llm: float = 0.0            # Natural-log probability of the words
-    n_tokens: int | None = None # Number of tokens, with those before every text; `None` if unknown
+    n_tokens: int | None = None # Number of tokens, with the start token; `None` if unknown
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
 def agreement(words: Sequence, sentences: Sequence[Sequence]) -> np.ndarray:
-    "True if a sentence has a word at its position [W, n], by an alignment with fewest edits (Levenshtein, 1966)."
+    "Mask of the sentences that have a word at its position [W, n], by a Levenshtein (1966) alignment."
     changed = [(op.src_pos, i) for i, sentence in enumerate(sentences) for op in Levenshtein.editops(words, sentence)
                if op.tag != 'insert']
     same = np.ones((len(words), len(sentences)), bool)
@@ -83,11 +83,11 @@ def agreement(words: Sequence, sentences: Sequence[Sequence]) -> np.ndarray:
 
 def word_distances(
     texts: Sequence[str],     # N sentences
-    rows: int | None = None,  # Number of sentences to compare with all others; `None` for N
+    rows: int | None = None,  # Number of sentences to compare with all N; `None` for all
 ) -> np.ndarray:
-    "Word edits between each two texts (Levenshtein, 1966) `[rows, N]`."
+    "Word edits between every pair of texts (Levenshtein, 1966) `[rows, N]`."
     if not texts: return np.zeros((0, 0))
-    letter: dict[str, str] = {} # One for each word, for a distance of strings
+    letter: dict[str, str] = {} # One character per word, to compare strings
     spelled = [''.join(letter.setdefault(w, chr(len(letter))) for w in t.split()) for t in texts]
     return cdist(spelled[:rows], spelled, scorer=Levenshtein.distance)
 
@@ -98,19 +98,19 @@ def posteriors(totals: Sequence[float] | np.ndarray, temperature: float) -> np.n
     return p/p.sum()
 
 class _NBest(NamedTuple):
-    "The n-best list that its entries refer to."
+    "Data of an n-best list to which its entries refer."
     posteriors: dict[str, float]       # Posterior of each text
     words: Callable[[str], list[Word]] # Words of a text; raises `ValueError` if their times are unknown
-    times: Callable[[str], np.ndarray] | None = None # Begin and end of each word of a text [n_words, 2] ms
+    times: Callable[[str], np.ndarray] | None = None # Start and end of each word of a text [n_words, 2] in ms
 
 def with_posteriors(
     hyps: Sequence[Hypothesis], # The n-best list of a trial
     temperature: float = 1.0,   # Divisor of the totals, such as the result of `cross_calibrate`
     times: Callable[[str], np.ndarray] | None = None, # Start and end of each word of a sentence [n_words, 2] in ms
-) -> list[Hypothesis]:          # Equal to those given
-    """The same hypotheses as a list: each has a `posterior`, and with `times` its `words`.
+) -> list[Hypothesis]:          # Hypotheses equal to `hyps`
+    """Give each hypothesis its `posterior` within the list and, with `times`, its `words`.
 
-    Copies and rescored hypotheses do not know the list, which is not one of their fields."""
+    Copied or rescored hypotheses lose the list, since it is not one of their fields."""
     if not temperature > 0: raise ValueError(f'temperature is {temperature}; expected a positive number')
     if not hyps: return []
     texts = [h.text for h in hyps]
@@ -119,7 +119,7 @@ def with_posteriors(
     for text, p in zip(texts, shares.tolist()): by_text[text] = by_text.get(text, 0.) + p
     def words_of(text):
         if times is None:
-            raise ValueError('the times of words are not known; give LexiconBeamDecoder frame_ms, and decode again')
+            raise ValueError('the times of words are unknown; give LexiconBeamDecoder frame_ms and decode again')
         words = text.split()
         confidence = (agreement(words, [t.split() for t in texts]).astype(float) @ shares).clip(max=1.)
         return [Word(w, a, b, c) for w, (a, b), c in zip(words, times(text).tolist(), confidence.tolist())]
@@ -127,18 +127,18 @@ def with_posteriors(
     return [h._with_list(nbest) for h in hyps]
 
 def times_of(hypothesis: Hypothesis) -> Callable[[str], np.ndarray] | None:
-    "Begin and end of a sentence's words [n_words, 2] ms, computed by the hypothesis's list."
+    "Function of a hypothesis's list that gives words' starts and ends [n_words, 2] in ms."
     return getattr(getattr(hypothesis, '_list', None), 'times', None)
 
 def known_words(hypothesis: Hypothesis) -> list[Word] | None:
-    "Its words with times and confidences; `None` if list or times are unknown, or it does not fit the frames."
+    "A hypothesis's words; `None` if its list or times are unknown, or if it does not fit the frames."
     try: return hypothesis.words
     except ValueError: return None
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c017
 def _crc32(line: str) -> int: return zlib.crc32(line.encode())
 
-_DECIMALS = 6 # Decimals of probabilities
+_DECIMALS = 6 # Number of decimals of probabilities
 
 def _to_line(hyps: Sequence[Hypothesis]) -> str:
     values = [{k: v for k, v in vars(h).items() if v is not None} for h in hyps]
@@ -150,17 +150,17 @@ def _to_line(hyps: Sequence[Hypothesis]) -> str:
         values[rank]['words'] = [w._asdict() | dict(confidence=round(w.confidence, _DECIMALS)) for w in words]
     line = json.dumps(values)
     if not values: return line + '\n'
-    end = len(json.dumps(values[0])) # End of the first entry, which gets the checksum
+    end = len(json.dumps(values[0])) # End of the first entry, to which the checksum is added
     return f'{line[:end]}, "crc32": {_crc32(line)}{line[end:]}\n'
 
 def write_nbest(path: str | Path, nbest: Iterable[Sequence[Hypothesis]]) -> None:
     "Write n-best lists to a file, atomically."
     write_whole(path, ''.join(map(_to_line, nbest)))
 
-_TYPES = dict(text=str, n_words=int, n_tokens=int) # Others are numbers
+_TYPES = dict(text=str, n_words=int, n_tokens=int) # All others are floats
 
 def _checked(values: dict) -> dict:
-    "The fields; raises `ValueError` for one of another type, or a number that is not finite."
+    "Return the fields; raises `ValueError` for a wrong type or a number that is not finite."
     for name, value in values.items():
         kind = _TYPES.get(name, float)
         fits = isinstance(value, kind) if kind is str else is_finite_number(value) and isinstance(value, kind | int)
@@ -176,8 +176,8 @@ def _from_line(line: str) -> list[Hypothesis]:
     best_words: dict[str, list[Word]] = {}
     def words_of(text):
         if text in best_words: return best_words[text]
-        raise ValueError('the file only has the words of the best hypothesis, and only with times; with_words of the '
-                         'decoder gives the others')
+        raise ValueError('the file has words only for the best hypothesis, and only if times were known; for '
+                         "others use the decoder's with_words")
     nbest = _NBest(by_text, words_of)
     hyps = []
     for fields in values:
@@ -191,7 +191,7 @@ def _from_line(line: str) -> list[Hypothesis]:
     return hyps
 
 def read_nbest(path: str | Path) -> list[list[Hypothesis]]:
-    "The n-best lists of a file from `write_nbest`; raises a `ValueError` that names a bad line."
+    "Read the n-best lists that `write_nbest` wrote; raises a `ValueError` that names a bad line."
     nbest = []
     for i, line in enumerate(split_lines(read_text(path)), 1):
         try: nbest.append(_from_line(line))

@@ -26,27 +26,27 @@ _HYP = np.dtype([ # A hypothesis
     ('state', np.int32),         # n-gram state
     ('label', np.float32),       # Score of paths that end in the node's class
     ('blank', np.float32),       # Score of paths that end in a blank
-    ('label_history', np.int32), # Their histories: entries of the arena
+    ('label_history', np.int32), # History of the label path: entry of the arena
     ('blank_history', np.int32),
-    ('score', np.float32),       # The better of both with look-ahead, by which the beam is cut
+    ('score', np.float32),       # The better score, with look-ahead; decides who stays in the beam
 ])
 
-_ENTRY = np.dtype([ # Entry of the arena; entry 0 is the beginning
-    ('text', np.int64),        # Hash of the best words up to here
-    ('prev', np.int32),        # Previous history, or the better one of a merge
+_ENTRY = np.dtype([ # Entry of the arena; entry 0 is the empty history
+    ('text', np.int64),        # Hash of the history's best words
+    ('prev', np.int32),        # Previous history, or the better history of a merge
     ('word', np.int32),        # -1 for a merge
-    ('alt', np.int32),         # The other history of a merge
-    ('score_gap', np.float32), # Score of alt minus that of prev, at most 0
-    ('lattice', np.int32),     # The last merge in this history
+    ('alt', np.int32),         # Worse history of a merge
+    ('score_gap', np.float32), # Score of `alt` minus score of `prev`, at most 0
+    ('lattice', np.int32),     # Last merge in this history
 ], align=True)
 
-_PATH = np.dtype([ # Intermediate results of a frame about a hypothesis
-    ('taken', np.int64),   # Bit s: the child of class s is in the beam and has taken this move
-    ('score', np.float32), # The better of its two scores
-    ('history', np.int32), # History of that score
+_PATH = np.dtype([ # Intermediate results for a hypothesis in a frame
+    ('taken', np.int64),   # Bit s: the child of class s is in the beam and already has this path
+    ('score', np.float32), # Better one of its two scores
+    ('history', np.int32), # History of the better score
 ])
 
-_PLACE = np.dtype([ # Place of the hash table
+_PLACE = np.dtype([ # Slot of the hash table
     ('key', np.int64),   # State · 2^32 + node
     ('stamp', np.int64), # Number of the frame that wrote it
     ('hyp', np.int64),   # Index of the hypothesis
@@ -55,22 +55,22 @@ _PLACE = np.dtype([ # Place of the hash table
 _COUNTERS = np.dtype([
     ('n_hyps', np.int64),       # Hypotheses in the beam
     ('n_entries', np.int64),    # Entries of the arena
-    ('n_queries', np.int64),    # Queries to KenLM that wait for an answer
-    ('n_frames', np.int64),     # Frames that were searched, in all trials
-    ('n_candidates', np.int64), # Candidates for the beam, in all trials
-    ('n_cut', np.int64),        # Frames of the trial in which the threshold counted
-    ('room', np.int64),         # Ends of words in a frame for which the buffers suffice
-    ('overflow', np.int64),     # 1 after a frame with more of them
+    ('n_queries', np.int64),    # Pending queries to KenLM
+    ('n_frames', np.int64),     # Searched frames of all trials
+    ('n_candidates', np.int64), # Candidates for the beam of all trials
+    ('n_cut', np.int64),        # Frames of the trial in which the threshold applied
+    ('room', np.int64),         # Word ends per frame for which the buffers have space
+    ('overflow', np.int64),     # 1 after a frame with more word ends than that
 ])
 
 _NEVER = np.float32(-np.inf)
 _LN10 = np.float32(LN10)
-_TEXT_BASE = 6364136223846793005 # Base of the texts' polynomial hash, modulo 2^64
-_ARENA_SIZE = 1 << 14            # At the beginning
+_TEXT_BASE = 6364136223846793005 # Base of the polynomial hash of texts, modulo 2^64
+_ARENA_SIZE = 1 << 14            # Initial size
 
 # %% ../../nbs/decoding/04_search.ipynb #c023
 class State(NamedTuple):
-    "All that changes during a trial."
+    "Arrays that change during a trial."
     hyps: np.ndarray       # The beam: `_HYP` [beam]
     paths: np.ndarray      # `_PATH` of each hypothesis [beam]
     candidates: np.ndarray # Candidates of the current frame: `_HYP` [C]
@@ -81,15 +81,15 @@ class State(NamedTuple):
     counters: np.ndarray   # One record: `_COUNTERS` [1]
 
 class Options(NamedTuple):
-    "Parameters of a search; scores in float32, as compiled code uses them."
+    "Parameters of a search, in float32 for compiled code."
     beam: int               # Hypotheses kept per frame
     threshold: np.float32   # Largest gap to the best hypothesis
     lm_weight: np.float32   # Weight of the n-gram's score
     word_score: np.float32  # Score added per word
-    most_bonus: np.float32  # The most that boosts add to a word's score
+    most_bonus: np.float32  # Largest score that boosts add to a word
 
 class Model(NamedTuple):
-    "All that does not change during a trial."
+    "Data that does not change during a trial."
     trie: Trie
     ngram: NGramView
     options: Options
@@ -97,24 +97,24 @@ class Model(NamedTuple):
 class Search:
     """A CTC prefix beam search (Hannun et al., 2014) for one trial at a time.
 
-    The compiled search stops when it needs something from Python, answers of KenLM or larger arrays, and continues."""
+    The compiled search pauses when it needs something from Python, such as answers of KenLM or larger arrays."""
     def __init__(self,
         trie: Trie,                # Trie of the lexicon
-        scorer: NGramScorer | HistoryScorer, # n-gram, perhaps with a fusion
+        scorer: NGramScorer | HistoryScorer, # n-gram scores, perhaps with a fusion
         beam: int,                 # Hypotheses kept per frame
-        lm_weight: float = 1.0,    # Weight of the scorer's answers
+        lm_weight: float = 1.0,    # Weight of the scorer's scores
         word_score: float = 0.0,   # Score added per word
-        most_bonus: float = 0.0,   # The most that the scorer's boosts add to a word's score
+        most_bonus: float = 0.0,   # Largest score that the scorer's boosts add to a word
     ):
         self.trie = trie
         self.scorer = scorer
         self.options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
                                np.float32(most_bonus))
-        self.n_frames = 0 # Frames of the trial so far
+        self.n_frames = 0 # Number of frames of the trial so far
         self._allocate(256 + beam, np.zeros(beam, _HYP), np.zeros(_ARENA_SIZE, _ENTRY), np.zeros(1, _COUNTERS))
 
     def _allocate(self, room: int, hyps: np.ndarray, arena: np.ndarray, counters: np.ndarray) -> None:
-        "Make buffers for frames in which up to `room` words end; hypotheses and histories stay."
+        "Allocate buffers for up to `room` word ends per frame; hypotheses and histories are kept."
         beam = self.options.beam
         branch = int(np.bitwise_count(self.trie.nodes['children']).max())
         n_candidates = beam*(1 + branch) + room
@@ -143,13 +143,13 @@ class Search:
         for name, n in dict(n_hyps=1, n_entries=1, n_queries=0, n_cut=0).items(): self.state.counters[name] = n
 
     def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Continue through scaled log-probabilities [t, K] float32, skipping frames that are certainly blank [t]."
+        "Search further scaled log-probabilities [t, K] float32, except frames to `skip`: certain blanks [t]."
         t = 0
         while (t := _search_frames(scores, skip, t, self.model, self.state)) < len(scores): self._provide()
         self.n_frames += len(scores)
 
     def texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-        "The best distinct texts: concatenated word ids [W], and where each begins and the last ends [n + 1]."
+        "The best distinct texts: concatenated word ids [W], each text's start and the last one's end [n + 1]."
         while True:
             scores, starts = _complete(self.model, self.state)
             if not self.count['n_queries']: break
@@ -160,14 +160,14 @@ class Search:
 # %% ../../nbs/decoding/04_search.ipynb #c027
 @patch
 def _provide(self: Search) -> None:
-    "Provide n-gram scores or room if the compiled search stopped for them."
+    "Provide the n-gram scores or memory for which the compiled search paused."
     state, count = self.state, self.count
     if count['n_queries']: self.scorer.resolve(state.queries[:count['n_queries']])
     count['n_queries'] = 0
     if count['overflow']: self._allocate(4*int(count['room']), state.hyps, state.arena, state.counters)
     missing = int(count['n_entries'] + 2*(self.options.beam + count['room'])) - len(state.arena)
     if missing <= 0: return
-    arena = np.zeros(len(state.arena) + max(len(state.arena), missing), _ENTRY) # At least doubled, so this is rare
+    arena = np.zeros(len(state.arena) + max(len(state.arena), missing), _ENTRY) # At least double it: this stays rare
     arena[:len(state.arena)] = state.arena
     self.state = self.state._replace(arena=arena)
 
@@ -208,7 +208,7 @@ def _better(arena, count, score, history, score2, history2):
 # %% ../../nbs/decoding/04_search.ipynb #c034
 @_jit
 def _place(table, stamp, state, node):
-    "Index of a node in a state in the hash table, or of a free place for it; and its key."
+    "Slot of a node and n-gram state in the hash table, or a free one for them; and their key."
     key = (np.int64(state) << 32) | np.int64(node)
     mask = len(table) - 1
     i = ((key*-7046029254386353131) >> 44) & mask # Fibonacci hashing, 2^64 / golden ratio
@@ -225,7 +225,7 @@ def _put(table, stamp, state, node, hyp):
 
 @_jit
 def _get(table, stamp, state, node):
-    "The hypothesis at a node in a state, or -1."
+    "The hypothesis with a node and n-gram state, or -1."
     i, _ = _place(table, stamp, state, node)
     return table[i].hyp if table[i].stamp == stamp else -1
 
@@ -234,7 +234,7 @@ class Frame(NamedTuple):
     "The current frame."
     scores: np.ndarray # Scaled log-probabilities [K]
     active: np.int64   # Bit s: hypotheses may move to class s
-    bound: np.float32  # Lower scores cannot reach the beam
+    bound: np.float32  # Least score that can reach the beam
 
 @_jit
 def _better_path(hyp, arena, count):
@@ -251,7 +251,7 @@ def _join_label(candidate, arena, count, score, history, ahead):
 
 @_jit
 def _stay(scores, model, state):
-    "Every hypothesis stays at its node; returns the best score."
+    "Let every hypothesis stay at its node; returns the best score."
     hyps, paths, candidates, arena, count = state.hyps, state.paths, state.candidates, state.arena, state.counters[0]
     nodes, lm_weight = model.trie.nodes, model.options.lm_weight
     top = _NEVER
@@ -290,7 +290,7 @@ def _from_parents(frame, model, state, top):
         j = _get(table, count.n_frames, hyps[i].state, node.parent)
         if j < 0: continue
         paths[j].taken |= np.int64(1) << node.symbol
-        again = nodes[node.parent].symbol == node.symbol # Equal classes need a blank between
+        again = nodes[node.parent].symbol == node.symbol # Equal classes need a blank between them
         score = hyps[j].blank if again else paths[j].score
         history = hyps[j].blank_history if again else paths[j].history
         score += frame.scores[node.symbol]
@@ -300,7 +300,7 @@ def _from_parents(frame, model, state, top):
 # %% ../../nbs/decoding/04_search.ipynb #c042
 @_jit
 def _overflows(count, arena_size, n, more) -> bool:
-    "Whether `more` arrivals after n candidates, or two arena entries for each, might not fit."
+    "Whether `more` arrivals after n candidates, or their two arena entries each, might not fit."
     too_many = n + count.n_queries + more > count.n_hyps + count.room
     if not too_many and count.n_entries + 2*more <= arena_size: return False
     count.overflow = 1
@@ -308,7 +308,7 @@ def _overflows(count, arena_size, n, more) -> bool:
 
 @_jit
 def _begin_at(candidate, node, ngram_state, label, history, score):
-    "A candidate at a node that was just reached: no blank follows yet."
+    "Set a candidate to a node that it just reached; no blank follows yet."
     candidate.node = node
     candidate.state = ngram_state
     candidate.label = label
@@ -336,7 +336,7 @@ def _query(queries, count, ngram_state, word):
 # %% ../../nbs/decoding/04_search.ipynb #c043
 @_jit
 def _expect_words(model, state, least):
-    "Prefetch scattered arcs of the n-gram: memory can load many of them at a time."
+    "Prefetch scattered arcs of the n-gram, so that they are loaded concurrently."
     trie, ngram, options = model
     for i in range(state.counters[0].n_hyps):
         hyp, score = state.hyps[i], state.paths[i].score
@@ -354,7 +354,7 @@ def _end_words(frame, model, state):
     n = count.n_hyps
     sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    # The maximum that a word can add without a boost, since log-probabilities are at most 0
+    # Most that a word adds without a boost, since log-probabilities are at most 0
     most = sil + options.word_score + ahead
     _expect_words(model, state, frame.bound - most)
     for i in range(count.n_hyps):
@@ -392,8 +392,8 @@ def _move_to_children(frame, model, state, n):
         if bits == 0 or best + most + lm_weight*node.ahead < bound: continue
         while bits:
             s = lowest_bit(bits)
-            bits &= bits - 1 # Clears the lowest bit
-            again = s == node.symbol # Equal classes need a blank between
+            bits &= bits - 1 # Clear the lowest set bit
+            again = s == node.symbol # Equal classes need a blank between them
             score = (hyps[i].blank if again else best) + scores[s]
             if score + lm_weight*node.ahead < bound or score == _NEVER: continue
             child = node.first_child + np.int32(count_bits(node.children & ((np.int64(1) << s) - 1)))
@@ -417,7 +417,7 @@ def _arrive_at_children(frame, model, state, n):
         for child in range(node.first_child, node.first_child + n_children):
             s = trie.nodes[child].symbol
             ahead = options.lm_weight*trie.nodes[child].ahead
-            again = s == node.symbol # Equal classes need a blank between
+            again = s == node.symbol # Equal classes need a blank between them
             score = (hyps[i].blank if again else paths[i].score) + frame.scores[s]
             if score + ahead < frame.bound or score == _NEVER: continue
             history = hyps[i].blank_history if again else paths[i].history
@@ -437,7 +437,7 @@ def _end_in_tokens(frame, model, state):
         if node.n_words and _overflows(count, len(arena), n, node.n_words): return n
         for k in range(node.first_word, node.first_word + node.n_words):
             s = trie.last[k]
-            again = s == node.symbol # Then only after a blank
+            again = s == node.symbol # Equal classes need a blank between them
             score = (hyps[i].blank if again else paths[i].score) + frame.scores[s] + options.word_score
             if score + ahead < frame.bound or score == _NEVER: continue
             word = trie.words[k]
@@ -486,7 +486,7 @@ def _select(state, beam, total, top, bound):
     hyps, candidates = state.hyps, state.candidates
     k = 0
     worst = _kth_best(candidates, total, beam, state.sorting)
-    for ties in range(2): # First scores above the worst, then equal ones while there is room
+    for ties in range(2): # First scores above the k-th best, then equal ones while there is room
         for i in range(total):
             score = candidates[i].score
             if score < bound or k == beam or (score != worst if ties else score <= worst): continue
@@ -559,7 +559,7 @@ def _search_frame(scores, model, state):
 
 @_jit
 def _search_frames(scores, skip, t, model, state):
-    "Continue from frame t; returns the frame where the search stopped: the end, or one that needs more."
+    "Continue from frame t; returns the number of frames, or the frame at which the search paused."
     scores, skip, model, state = borrowed((scores, skip, model, state))
     count = state.counters[0]
     while t < len(scores):
@@ -572,15 +572,15 @@ def _search_frames(scores, skip, t, model, state):
 # %% ../../nbs/decoding/04_search.ipynb #c064
 @_jit
 def _walk_arena(arena, starts, scores, n_texts, max_steps):
-    "The best distinct texts, by their hashes: word ids, concatenated, where each begins, and their scores."
+    "The best distinct texts by hash: concatenated word ids, the texts' starts, and their scores."
     heap = [(-scores[i], starts[i], 0) for i in range(len(starts))]
     heapq.heapify(heap)
     # Suffixes of sentences, beginning with the empty one
-    word = [-1] # The first word
-    rest = [-1] # The suffix that follows it
+    word = [-1] # First word
+    rest = [-1] # Suffix after the first word
     text = [0]  # Hash of the words
-    power = [1] # The hash's base to the power of their number
-    seen = {(starts[0] + 1, 1)} # Numba infers the type from an item
+    power = [1] # Hash base to the power of the number of words
+    seen = {(starts[0] + 1, 1)} # Numba infers the type from this item
     seen.clear()
     sentences = {0}
     sentences.clear()
@@ -589,7 +589,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
     first = [0]
     costs = [np.float32(0)]
     costs.clear()
-    while len(heap) > 0 and len(first) <= n_texts and max_steps > 0: # The limit is far above what sentences need
+    while len(heap) > 0 and len(first) <= n_texts and max_steps > 0: # The limit is far above the need of real sentences
         cost, entry, tail = heapq.heappop(heap)
         while (entry, text[tail]*31 + power[tail]) not in seen:
             max_steps -= 1
@@ -604,7 +604,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
                     costs.append(np.float32(cost))
                 break
             here = arena[entry]
-            if here.word < 0: # At a merge, put the other history back at its cost
+            if here.word < 0: # At a merge, queue the other history at its cost
                 heapq.heappush(heap, (cost - here.score_gap, here.alt, tail))
             else:
                 word.append(here.word)
@@ -618,7 +618,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
 # %% ../../nbs/decoding/04_search.ipynb #c068
 @_jit
 def _complete(model, state):
-    "Scores of the complete hypotheses with the sentence's end, and their histories."
+    "Scores of the complete hypotheses with the sentence end, and their histories."
     hyps, count = state.hyps, state.counters[0]
     end = len(model.ngram.word_ids) - 1
     scores = np.empty(2*count.n_hyps, np.float32)
@@ -654,7 +654,7 @@ def _words_of(self: Search, i: int) -> np.ndarray:
 
 @patch
 def _unfinished(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-    "Texts of hypotheses in the middle of a word, from the best one until there are `n_texts`."
+    "Texts of incomplete hypotheses, from the best one on, until there are `n_texts`."
     texts: dict[tuple, None] = {} # An ordered set
     for i in np.argsort(-self.beam['score'], kind='stable'):
         node = self.trie.nodes[self.beam['node'][i]]
@@ -680,7 +680,7 @@ def begun_texts(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
 
 @patch
 def begun_list(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Like `begun_texts` with merged texts, and each text's score with look-ahead [n]."
+    "Like `begun_texts`, with merged texts and each text's score with look-ahead [n]."
     hyps = self.beam
     ahead = hyps['score'] - np.maximum(hyps['label'], hyps['blank'])
     scores = np.concatenate([hyps['label'] + ahead, hyps['blank'] + ahead])
@@ -704,12 +704,12 @@ def best_words(self: Search) -> np.ndarray:
 
 @patch(as_prop=True)
 def was_cut(self: Search) -> bool:
-    "Whether the threshold, and not only the beam, may have dropped hypotheses of the trial."
+    "Whether the threshold, besides the beam, may have dropped hypotheses of the trial."
     return bool(self.count['n_cut'] and self.count['n_hyps'] < self.options.beam)
 
 @patch
 def counts(self: Search) -> dict[str, int]:
-    "Frames and candidates searched so far, in all trials."
+    "Numbers of frames and candidates searched so far in all trials."
     return {'searched frames': int(self.count['n_frames']), 'candidates': int(self.count['n_candidates'])}
 
 @patch
@@ -718,7 +718,7 @@ def llm_scores(self: Search, words: np.ndarray, starts: np.ndarray) -> np.ndarra
     return None
 
 @patch
-def forget(self: Search) -> None: "Free what a fusion holds for a finished trial."
+def forget(self: Search) -> None: "Free a fusion's memory of a finished trial."
 
 # %% ../../nbs/decoding/04_search.ipynb #c086
 class FusedSearch(Search):
@@ -726,10 +726,10 @@ class FusedSearch(Search):
     scorer: HistoryScorer
 
     def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Continue through frames [t, K]; every `fusion.every` frames the language model scores new words."
+        "Search further frames [t, K]; after every `fusion.every` frames the language model scores new words."
         every = self.scorer.fusion.every
         while len(scores):
-            n = every - self.n_frames % every # Frames to the next fusion
+            n = every - self.n_frames % every # Frames until the next fusion
             super().push(scores[:n], skip[:n])
             scores, skip = scores[n:], skip[n:]
             if self.n_frames % every == 0: self._add(self.scorer.fuse(self.beam['state'].copy()))
@@ -741,7 +741,7 @@ class FusedSearch(Search):
         return super().texts(n_texts)
 
     def _add(self, gains: np.ndarray) -> None:
-        "Add to the scores of all hypotheses, which stay relative to the best one."
+        "Add to the scores of all hypotheses and keep them relative to the best."
         gains = (gains - (self.beam['score'] + gains).max()).astype(np.float32)
         for name in ('label', 'blank', 'score'): self.beam[name] += gains
 
@@ -749,4 +749,4 @@ class FusedSearch(Search):
         "Natural-log probabilities of whole sentences by the language model [n]."
         return self.scorer.llm_scores(words, starts)
 
-    def forget(self) -> None: self.scorer.trial = None # Frees the memory of the fusion
+    def forget(self) -> None: self.scorer.trial = None # Free the fusion's memory

@@ -33,7 +33,7 @@ from ..metrics.bootstrap import bootstrap_rates
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c006
 class SearchWeights(NamedTuple):
-    "Weights of the search's scores: arguments of `LexiconBeamDecoder`."
+    "Weights of the search's scores, which are arguments of `LexiconBeamDecoder`."
     acoustic_scale: float
     lm_weight: float
     blank_penalty: float
@@ -62,11 +62,11 @@ class Tuning:
     start: SearchWeights
     candidate: SearchWeights   # Weights with the fewest errors on all trials
     folds: tuple[SearchWeights, ...] # Weights with the fewest errors on the trials outside each fold
-    edits: dict[str, int]      # Word errors of searches: with the `start`, the `candidate`, and `validated`
-    fold_edits: tuple[int, ...]  # Word errors of `validated` by fold
-    fold_words: tuple[int, ...]  # Words of the references by fold
-    trials: tuple[int, ...]    # Indices of the trials
-    cheapest: dict[str, Any] = field(default_factory=dict) # Options from `speed_front`, if searched
+    edits: dict[str, int]      # Word errors with the `start`, the `candidate`, and in cross-validation (`validated`)
+    fold_edits: tuple[int, ...]  # Word errors in cross-validation, by fold
+    fold_words: tuple[int, ...]  # Number of reference words, by fold
+    trials: tuple[int, ...]    # Indices of the trials used
+    cheapest: dict[str, Any] = field(default_factory=dict) # Options chosen by `speed_front`, if requested
 
     @property
     def weights(self) -> SearchWeights:
@@ -74,11 +74,11 @@ class Tuning:
         return self.candidate if self.edits['validated'] < self.edits['start'] else self.start
 
     def wer(self, name: str) -> float:
-        "Word error rate on these trials with the `start`, the `candidate`, or `validated`."
+        "Word error rate on these trials by a name in `edits`."
         return self.edits[name]/max(1, sum(self.fold_words))
 
     def table(self) -> pd.DataFrame:
-        "Weights and word error rates [%] of the start, the candidate, and each fold with the weights of the others."
+        "Weights and word error rates [%] of the start, the candidate, and each fold with weights from the others."
         rows = {'configured': self.start._asdict() | dict(WER=self.wer('start')),
                 f'tuned {IN_SAMPLE}': self.candidate._asdict() | dict(WER=self.wer('candidate'))}
         for k, weights in enumerate(self.folds):
@@ -89,7 +89,7 @@ class Tuning:
         return table.assign(WER=100*table.WER).rename(columns=dict(WER='WER (%)'))
 
     def held_out(self, n: int) -> list[SearchWeights]:
-        "Weights to decode each of n trials for an unbiased error rate: tuned without it."
+        "Weights for each of n trials, tuned without it, for an unbiased error rate."
         weights = [self.weights]*n
         if self.weights == self.start: return weights
         for k, i in enumerate(self.trials): weights[i] = self.folds[k % len(self.folds)]
@@ -97,13 +97,13 @@ class Tuning:
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c014
 class _Pool:
-    "Sentences of a trial from all searches, and their scores."
+    "Sentences of a trial from all searches, with their scores."
     def __init__(self, log_probs: np.ndarray, reference: str, decoders: Sequence[LexiconBeamDecoder]):
         self.log_probs = log_probs
         self.reference = reference
         self.decoders = decoders # One for each blank penalty
         self.texts: set[str] = set()
-        self.acoustic = np.zeros((len(decoders), 0)) # Log-probability of the frames for each blank penalty [B, n]
+        self.acoustic = np.zeros((len(decoders), 0)) # Acoustic scores for each blank penalty [B, n]
         self.ngram, self.n_words, self.edits = np.zeros(0), np.zeros(0), np.zeros(0, np.int64) # [n]
 
     def add(self, hyps: Sequence[Hypothesis]) -> None:
@@ -117,7 +117,7 @@ class _Pool:
         self.edits = np.append(self.edits, [e.edits for e in word_errors([self.reference]*len(new), texts)])
 
     def winner_errors(self, grid: Grid) -> np.ndarray:
-        "Word errors of the sentence with the highest total, in the order of `SearchWeights` [S, L, B, W]."
+        "Word errors of the best sentence at each point, in the order of `SearchWeights` [S, L, B, W]."
         scale, lm_weight, word_score = np.ix_(grid['acoustic_scale'], grid['lm_weight'], grid['word_score'])
         language = lm_weight[..., None]*self.ngram + word_score[..., None]*self.n_words
         winners = [np.argmax(scale[..., None]*acoustic + language, axis=-1) for acoustic in self.acoustic]
@@ -125,7 +125,7 @@ class _Pool:
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c018
 def _smoothed(errors: np.ndarray) -> np.ndarray:
-    "Means over neighbours; the edges are repeated outwards."
+    "Means over neighbours; values at the edges are repeated."
     x = errors.astype(float)
     for axis in range(x.ndim):
         n = x.shape[axis]
@@ -137,7 +137,7 @@ def _smoothed(errors: np.ndarray) -> np.ndarray:
 Point = tuple[int, ...] # Indices of the grid
 
 def _best_point(errors: np.ndarray, start: Point, candidates: np.ndarray) -> Point:
-    "The point with the fewest errors around it and no more errors than the start; in a tie the nearest."
+    "The point with the fewest smoothed errors and no more errors than the start; in a tie, the nearest."
     allowed = candidates & (errors <= errors[start])
     points = np.argwhere(allowed)
     distance = np.abs(points - start).sum(1)
@@ -145,11 +145,11 @@ def _best_point(errors: np.ndarray, start: Point, candidates: np.ndarray) -> Poi
     return tuple(points[i].tolist())
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c021
-_NBEST = 100    # Most sentences that a search adds to a trial's pool
-_SEARCHES = 16  # Most searches of all trials
+_NBEST = 100    # Most sentences that one search adds to a trial's pool
+_SEARCHES = 16  # Most points to search
 
 class _Searches:
-    "Searches of the same trials at points of a grid, their pools, and the errors at all points of the grid."
+    "Searches of the same trials at points of a grid, with the pools and the errors at all points of the grid."
     def __init__(self, decoder: LexiconBeamDecoder, log_probs: Sequence[np.ndarray], references: Sequence[str],
                  grid: Grid, n_jobs: int, start: Point):
         # An LLM inside the search would slow down each of many searches, so weights are tuned without it
@@ -169,13 +169,13 @@ class _Searches:
         return SearchWeights(*(float(values[i]) for values, i in zip(self.grid.values(), point)))
 
     def near(self) -> np.ndarray:
-        "Points at most one step, along each axis, from a searched one [S, L, B, W] bool."
+        "Mask of the points within one step, along each axis, of a searched one [S, L, B, W]."
         mask = np.zeros(self.table.shape[1:], bool)
         for point in self.edits: mask[tuple(slice(max(0, i - 1), i + 2) for i in point)] = True
         return mask
 
     def add(self, point: Point) -> None:
-        "Search all trials at a point, and pool their sentences."
+        "Search all trials at a point and pool their sentences."
         decoder = self.decoder.with_options(**self.weights(point)._asdict())
         nbest = decoder.decode_all(self.log_probs, self.n_jobs, progress=False)
         with ThreadPoolExecutor(self.n_jobs) as pool: list(pool.map(self._pool, range(len(nbest)), nbest))
@@ -187,7 +187,7 @@ class _Searches:
         self.table[i] = self.pools[i].winner_errors(self.grid)
 
     def choose(self, parts: Sequence[np.ndarray], bar) -> list[Point]:
-        "The best point for each part of the trials; searches best points until all of them have been searched."
+        "The best point for each part of the trials, after searches until all best points have been searched."
         s, lm, b, w = self.table.shape[1:]
         for point in dict.fromkeys([self.start, *((k*s//4, k*lm//4, b//2, self.start[3]) for k in (1, 3))]):
             if point not in self.edits: self.add(point)
@@ -212,12 +212,12 @@ def tune_search(
     decoder: LexiconBeamDecoder,     # Decoder with the weights to start from
     log_probs: Sequence[np.ndarray], # Trials [T', 41]
     references: Sequence[str],       # Sentence of each trial
-    fixed: Container[str] = (),      # Names of weights that stay
+    fixed: Container[str] = (),      # Names of weights to keep
     grid: Grid | None = None,        # Values of all weights, including the decoder's; default: `weight_grid`
     folds: int = 5,                  # Number of folds; trial i is in fold i % folds
-    most: int = 500,                 # Most trials to tune on; of more, evenly spread ones
+    most: int = 500,                 # Most trials to tune on; if there are more, evenly spaced ones
     *,
-    n_jobs: int = 0,                 # Cores to use; 0 means all
+    n_jobs: int = 0,                 # Number of cores to use; 0 means all
     progress: bool = True,           # Whether to show a progress bar
 ) -> Tuning:
     "Find weights with the fewest word errors: minimum error rate training (Och, 2003) on a grid."
@@ -247,12 +247,12 @@ def speed_front(
     log_probs: Sequence[np.ndarray], # Trials [T', 41]
     references: Sequence[str],       # Sentence of each trial
     clock: Callable[[], float] = time.perf_counter, # Time in seconds
-) -> tuple[pd.DataFrame, dict[str, Any]]: # A row per setting, the fastest first; the options to use
-    "Print the Pareto front of WER and milliseconds a trial, on one core without an LLM, and choose a setting."
-    o, every = decoder.options, -(-len(references)//200) # At most 200 trials, evenly spread
+) -> tuple[pd.DataFrame, dict[str, Any]]: # A row per setting on the front, fastest first; chosen options
+    "Print the Pareto front of WER and milliseconds per trial, on one core without an LLM, and choose a setting."
+    o, every = decoder.options, -(-len(references)//200) # At most 200 trials, evenly spaced
     log_probs, references = log_probs[::every], references[::every]
     rows = []
-    decoder.with_options(fusion=None).decode(log_probs[0]) # Compiles the search
+    decoder.with_options(fusion=None).decode(log_probs[0]) # Compile the search
     for beam, threshold, lm_weight in product((0.25, 0.5, 1, 2), (0.5, 0.75, 1), (0.7, 1, 1.4)):
         setting = dict(beam=max(1, round(beam*o.beam)), threshold=threshold*o.threshold,
                        lm_weight=lm_weight*o.lm_weight)
@@ -270,12 +270,12 @@ def speed_front(
     front = front.drop(columns='errors')
     print(front.round(3).to_string(index=False))
     print(f'Chosen, within one standard error ({error:.2f} points) of the best {IN_SAMPLE}: '
-          f'{front.loc[chosen, "WER (%)"]:.2f} % in {front.ms[chosen]:.2f} ms a trial')
+          f'{front.loc[chosen, "WER (%)"]:.2f} % in {front.ms[chosen]:.2f} ms per trial')
     return front, {k: front[k][chosen].item() for k in setting}
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c036
 def reason_not_to_tune(cfg: DecodeConfig, n_trials: int) -> str:
-    "The reason to use the configured weights without tuning; empty if they should be tuned."
+    "Reason to use the configured weights without tuning; empty if they should be tuned."
     given = given_weights(cfg)
     if not cfg.tune: return 'decode.tune is false'
     if all(len(values) == 1 for values in weight_grid(SearchWeights(0.8, 1, 1, 0), given).values()):
@@ -289,7 +289,7 @@ def write_tuning(path: str | Path, tuning: Tuning) -> None:
     write_whole(path, json.dumps(asdict(tuning)))
 
 def read_tuning(path: str | Path) -> Tuning:
-    "A result of `tune_search`; raises a `ValueError` that names a file without one."
+    "Read a tuning; raises a `ValueError` that names a file without one."
     try: return TypeAdapter(Tuning).validate_json(read_text(path))
     except (OSError, ValueError) as e:
         raise ValueError(f'{path}: not the weights of a search ({e!r:.200}); decode again') from None
