@@ -1,11 +1,11 @@
 """Brain-to-Text '25 in one environment: from recording sessions to a submission.
 
-The names that most programs need:
+The names that most programs need, in one example:
 
     from b2t_kaggle import *
 
     cfg = preset('demo')
-    simulate_dataset('sessions')  # also writes lm_text.txt; or a folder of recordings
+    simulate_dataset('sessions')  # also writes lm_text.txt; or use a folder of recordings
     trials = {split: TrialStore.build('sessions', split, f'{split}.arrow') for split in ('train', 'val', 'test')}
     train(trials['train'], trials['val'], cfg, 'model')
     logits = infer('model/best.pt', trials['test'], 'logits.arrow')
@@ -13,11 +13,11 @@ The names that most programs need:
     decoder = LexiconBeamDecoder(build_lexicon(), load_ngram('lm.arpa'))
     write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
 
-Names and modules are imported when they are first used: `import b2t_kaggle` takes no time, and a framework that is not
-used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`.
+Names and modules are imported at first use: `import b2t_kaggle` is fast, and unused frameworks need not be installed.
+Everything else is in modules such as `b2t_kaggle.data.sessions`.
 """
 __version__ = "0.1.0"
-# Module -> its public names. `__init__.pyi` repeats it for type checkers, which do not run `__getattr__`
+# Module -> its names here; `__init__.pyi` repeats them for type checkers, which do not run `__getattr__`
 _NAMES = {
     'config': ('Config', 'load_config', 'preset'),
     'data.simulate': ('simulate_dataset',),
@@ -39,7 +39,7 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str):
-    "Import a name of the front door, or its module, when it is used for the first time (PEP 562)."
+    "Import a public name, or its package, at first use (PEP 562)."
     from importlib import import_module
     if name in _MODULES:
         from b2t_kaggle.core.messages import with_parameters
@@ -54,5 +54,5 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    "The front door's names, and the modules that are imported already."
+    "The public names here, and the modules imported so far."
     return sorted({*__all__, *(name for name in globals() if not name.startswith('_') or name.endswith('__'))})

@@ -1,4 +1,4 @@
-"The public names for type checkers; at run time they are imported when they are first used."
+"Public names, for type checkers; at run time they are imported at first use."
 __version__: str
 from b2t_kaggle.config import Config as Config, load_config as load_config, preset as preset
 from b2t_kaggle.data.simulate import simulate_dataset as simulate_dataset

@@ -154,7 +154,7 @@ def test_runs_and_files_side_by_side(runs):
     (folder/'theirs_val.csv').write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SPOKEN)))
     status, told = compare('one', 'two', folder/'theirs_val.csv')
     assert status == 0 and '\n4 trials\n' in told, told
-    assert told.startswith('two and one: no difference that 4 trials can tell'), told
+    assert told.startswith('two and one: no significant difference on 4 trials'), told
     for words in ('All systems: WER', 'two − one: PER without SIL', 'theirs − one: WER', '0.0 % (0.0 to 0.0)'):
         assert words in told, words
     assert 'theirs − one: PER' not in told # Nobody knows its phonemes

@@ -74,7 +74,7 @@ class LLMHypothesis(Hypothesis):
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
 def agreement(words: Sequence, sentences: Sequence[Sequence]) -> np.ndarray:
-    "Mask of the sentences that have a word at its position [W, n], by a Levenshtein (1966) alignment."
+    "Mask of sentences that have a word at its position [W, n], by a Levenshtein (1966) alignment."
     changed = [(op.src_pos, i) for i, sentence in enumerate(sentences) for op in Levenshtein.editops(words, sentence)
                if op.tag != 'insert']
     same = np.ones((len(words), len(sentences)), bool)

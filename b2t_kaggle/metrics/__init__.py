@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c006
 class ErrorCounts(NamedTuple):
-    "Tokens that agree with the reference or differ from it, in one or many hypotheses."
+    "Numbers of correct and wrong tokens in one or many hypotheses."
     hits: int = 0
     substitutions: int = 0
     insertions: int = 0
@@ -29,12 +29,12 @@ class ErrorCounts(NamedTuple):
 
     @property
     def edits(self) -> int:
-        "Substitutions, insertions and deletions."
+        "Total of substitutions, insertions and deletions."
         return self.substitutions + self.insertions + self.deletions
 
     @property
     def length(self) -> int:
-        "Tokens of the reference."
+        "Number of reference tokens."
         return self.hits + self.substitutions + self.deletions
 
     @property
@@ -43,16 +43,16 @@ class ErrorCounts(NamedTuple):
         return self.edits/max(1, self.length)
 
 def total(counts: Iterable[ErrorCounts]) -> ErrorCounts:
-    "The sum of counts; zero for an empty list."
+    "Sum of counts; zeros for an empty list."
     return ErrorCounts(*map(sum, zip(ErrorCounts(), *counts)))
 
-IN_SAMPLE = '(tuned on these sentences)' # Mark after a rate that is too optimistic for this reason
+IN_SAMPLE = '(tuned on these sentences)' # Label for rates that are therefore too optimistic
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c009
 def hundredths(
-    value: float, # A rate or a difference of rates
+    value: float, # Rate or difference of rates
 ) -> str:
-    "A hundred times the value, with one decimal, or two if it would read 0.0."
+    "The value times 100, with one decimal, or two if one would give 0.0."
     return f'{100*value:.1f}' if not value or abs(value) >= 0.0005 else f'{100*value:.2f}'
 
 def percent(rate: float) -> str:
@@ -64,8 +64,8 @@ def count_edits(
     reference: Sequence[Hashable],  # Tokens [R]
     hypothesis: Sequence[Hashable], # Tokens [H]
 ) -> ErrorCounts:
-    "Counts of the shortest alignment of reference and hypothesis (Levenshtein, 1966); either may be empty."
-    ids = {} # rapidfuzz compares hashes, which may collide; small integers do not
+    "Counts of an alignment with the fewest edits (Levenshtein, 1966); either sequence may be empty."
+    ids = {} # rapidfuzz compares hashes, which may collide except for small integers
     ref, hyp = ([ids.setdefault(t, len(ids)) for t in tokens] for tokens in (reference, hypothesis))
     n = Counter(op.tag for op in Levenshtein.editops(ref, hyp))
     return ErrorCounts(len(ref) - n['replace'] - n['delete'], n['replace'], n['insert'], n['delete'])
@@ -82,7 +82,7 @@ def _pairs(references, hypotheses) -> list[tuple]:
     return list(zip(references, hypotheses))
 
 def _count_each(references, hypotheses, to_tokens: Callable) -> list[ErrorCounts]:
-    "Counts of each pair after conversion to tokens; an error of the conversion names the trial."
+    "Counts of each pair after conversion to tokens; conversion errors name the trial."
     counts = []
     for i, pair in enumerate(_pairs(references, hypotheses)):
         tokens = []
@@ -94,7 +94,7 @@ def _count_each(references, hypotheses, to_tokens: Callable) -> list[ErrorCounts
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c016
 def _phoneme_ids(x) -> list[int]:
-    if isinstance(x, str): raise ValueError(f'found the text {x!r}, expected a sequence of phonemes; split it')
+    if isinstance(x, str): raise ValueError(f'found the text {x!r}, expected a sequence of phonemes; use text.split()')
     x = list(x)
     return to_class_ids(x).tolist() if any(isinstance(p, str) for p in x) else [int(p) for p in x]
 
@@ -105,14 +105,14 @@ def _normalized(x) -> str:
 def _words(x) -> list[str]: return _normalized(x).split()
 
 def phoneme_errors(
-    references: Iterable, # Unpadded sequences of phoneme names or class ids, one for each trial
-    hypotheses: Iterable, # Sequences of the same kind
+    references: Iterable, # Unpadded sequences of phoneme names or class ids, one per trial
+    hypotheses: Iterable, # Sequences like the references, for the same trials
 ) -> list[ErrorCounts]:   # Counts for each trial
     "Phoneme edits of each trial; raises a `ValueError` that names the trial."
     return _count_each(references, hypotheses, _phoneme_ids)
 
 def word_errors(
-    references: Iterable[str], # Texts, one for each trial
+    references: Iterable[str], # Texts, one per trial
     hypotheses: Iterable[str], # Texts of the same trials
 ) -> list[ErrorCounts]:        # Counts for each trial
     "Word edits of each trial after the metric's normalisation; raises a `ValueError` that names the trial."
@@ -120,21 +120,21 @@ def word_errors(
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c018
 def phoneme_error_rate(
-    references: Iterable, # Unpadded sequences of phoneme names or class ids, one for each trial
-    hypotheses: Iterable, # Sequences of the same kind
+    references: Iterable, # Unpadded sequences of phoneme names or class ids, one per trial
+    hypotheses: Iterable, # Sequences like the references, for the same trials
 ) -> float:
     "PER: phoneme edits of all trials per reference phoneme; `SIL` counts as one, as in the official kit."
     return total(phoneme_errors(references, hypotheses)).rate
 
 def word_error_rate(
-    references: Iterable[str], # Texts, one for each trial
+    references: Iterable[str], # Texts, one per trial
     hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:
     "WER: word edits of all trials per reference word, after the metric's normalisation. The competition's score."
     return total(word_errors(references, hypotheses)).rate
 
 def character_error_rate(
-    references: Iterable[str], # Texts, one for each trial
+    references: Iterable[str], # Texts, one per trial
     hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:
     "CER: character edits of all trials per reference character, after the metric's normalisation."
@@ -144,10 +144,10 @@ def character_error_rate(
 def error_table(
     counts: Sequence[ErrorCounts], # Counts of each trial
     groups: Sequence[Hashable],    # Session (or block, corpus …) of each trial
-    name: str = 'session',         # Name of the index: the kind of group
+    name: str = 'session',         # Name of the index, such as the kind of group
 ) -> 'pd.DataFrame':               # One row for each group in order of appearance, then `all`
-    "Trials, reference length, edits and error rate by group; raises `ValueError` if the two do not pair up."
-    import pandas as pd  # Programs that only need a rate do not import pandas
+    "Trials, reference length, edits and error rate by group; raises `ValueError` for unequal lengths."
+    import pandas as pd  # Imported here, since rates do not need it
     counts, groups = list(counts), list(groups)
     if len(counts) != len(groups):
         raise ValueError(f'found {len(counts)} trials and {len(groups)} groups, expected one {name} for each trial')
@@ -162,10 +162,10 @@ def error_table(
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c028
 def bleu(
-    references: Iterable[str], # Texts, one for each trial, which are normalised first
+    references: Iterable[str], # Texts, one per trial, to be normalised
     hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:                    # 0 … 1
-    "Corpus BLEU (Papineni et al., 2002), 4-grams, one reference each; raises `ValueError` if they do not pair up."
+    "Corpus BLEU-4 (Papineni et al., 2002), one reference each; raises `ValueError` for unequal lengths."
     def ngrams(words, n): return Counter(zip(*(words[i:] for i in range(n))))
     pairs = [(_words(r), _words(h)) for r, h in _pairs(references, hypotheses)]
     ref_length = sum(len(ref) for ref, _ in pairs)

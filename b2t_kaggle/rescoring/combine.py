@@ -17,15 +17,15 @@ from ..phonemes import normalize_sentence
 # %% ../../nbs/rescoring/01_combine.ipynb #c006
 @dataclass(frozen=True)
 class Combination:
-    "The way in which systems are combined."
-    temperature: float = 1.0        # Divisor of totals; inf: each entry of a list has one vote
-    weights: tuple[float, ...] = () # Weight of each system; equal if empty
+    "Parameters for combining systems."
+    temperature: float = 1.0        # Divisor of totals; inf weights all entries of a list equally
+    weights: tuple[float, ...] = () # Weight of each system; equal weights if empty
 
 def posterior(
-    lists: Sequence[Sequence[Hypothesis]], # The n-best of each system for one trial
+    lists: Sequence[Sequence[Hypothesis]], # N-best list of each system for one trial
     combination: Combination,
 ) -> dict[str, float]: # Probability of each distinct sentence, normalised as in the metric
-    "A mixture of the systems' tempered softmax over totals."
+    "Mixture of the systems' posteriors, which are softmaxes of totals divided by the temperature."
     p: dict[str, float] = {}
     for w, hyps in zip(combination.weights or (1.,)*len(lists), lists, strict=True):
         shares = posteriors([h.total for h in hyps], combination.temperature) if hyps else np.zeros(0)
@@ -38,7 +38,7 @@ def posterior(
 def minimum_bayes_risk(
     p: Mapping[str, float], # Probability, or votes, of each sentence
 ) -> str:
-    "The sentence with the fewest expected word errors (Goel and Byrne, 2000), then the most probable, then the first."
+    "Sentence with the fewest expected word errors (Goel and Byrne, 2000); ties: the most probable, then the first."
     texts, shares = list(p), np.array(list(p.values()))
     risk = word_distances(texts) @ shares
     return min(zip(risk.round(9), -shares.round(9), range(len(p)), texts), default=('',))[-1]
@@ -46,7 +46,7 @@ def minimum_bayes_risk(
 def combine(
     systems: Sequence[Sequence[Sequence[Hypothesis]]], # N-best list of each trial, by system
     combination: Combination = Combination(),
-) -> list[str]: # A sentence for each trial, normalised as in the metric
+) -> list[str]: # Sentence for each trial, normalised as in the metric
     "Combine systems; raises `ValueError` for systems with different numbers of trials."
     if len({len(s) for s in systems}) != 1:
         sizes = ', '.join(str(len(s)) for s in systems) or 'no'

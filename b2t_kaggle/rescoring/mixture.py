@@ -32,7 +32,7 @@ from b2t_kaggle.training.budget import in_time
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c006
 def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
-    "Both sentences with one pair of their different words exchanged, for each pair."
+    "Both sentences with one pair of different words exchanged, for each such pair."
     for op in Levenshtein.editops(a, b):
         if op.tag != 'replace': continue
         i = op.src_pos
@@ -43,15 +43,15 @@ def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
 # %% ../../nbs/rescoring/00_mixture.ipynb #c008
 def augment_nbest(
     hyps: Sequence[Hypothesis], # The n-best of a trial
-    top: int = 20,              # Number of the best hypotheses that are parents
-    penalty: float = 0.01,      # Part by which a child's scores are below its parents' mean
-    lm: Automaton | NGram | None = None, # The search's n-gram, for exact scores if it scored both parents
-) -> list[Hypothesis]:          # The same and their children, best first
-    "Add the sentences that result from exchanging words between hypotheses with the same number of words."
+    top: int = 20,              # Number of best hypotheses to combine
+    penalty: float = 0.01,      # Fraction by which new scores are below the parents' mean
+    lm: Automaton | NGram | None = None, # n-gram of the search, for exact scores if it scored both parents
+) -> list[Hypothesis]:          # Old and new hypotheses, best first
+    "Add sentences made by exchanging words between hypotheses with the same number of words."
     hyps = sorted(hyps, key=lambda h: -h.total)
     parents = hyps[:top]
     texts = {h.text for h in hyps}
-    exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # Others have boosted words
+    exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # All others have boosted words
     def estimate(x, y): return (x + y)/2 - penalty*abs(x + y)/2
     children = []
     for a, b in combinations(parents, 2):
@@ -67,20 +67,20 @@ def augment_nbest(
 # %% ../../nbs/rescoring/00_mixture.ipynb #c013
 @dataclass(frozen=True)
 class Weights:
-    """Weights with which scores are interpolated.
+    """Weights for interpolating scores.
 
     `total = acoustic_scale · acoustic + (1 − alpha) · ngram + alpha · (llm − length_penalty · n_tokens)
     + word_score · n_words`"""
-    acoustic_scale: float = 0.325 # The official evaluation's value
-    alpha: float = 0.55           # Share of the LLM; also the official value
+    acoustic_scale: float = 0.325 # Weight of the acoustic score; default: the official evaluation's
+    alpha: float = 0.55           # Share of the LLM; default: the official evaluation's
     word_score: float = 0.0
     gate: float = -np.inf         # `alpha` is 0 if the best hypothesis has a lower n-gram log-probability per word
-    length_penalty: float = 0.0   # Subtracted for each token, as by the official kit; not tuned
+    length_penalty: float = 0.0   # Penalty per token, as in the official kit; not tuned
 
 def configured_weights(
-    cfg: RescoreConfig, # The run's `rescore` group
+    cfg: RescoreConfig, # Configuration group `rescore` of a run
 ) -> Weights:
-    "The weights of a configuration, used without tuning or as its starting point."
+    "Weights of a configuration, to use without tuning or to start tuning from."
     return Weights(cfg.acoustic_scale, cfg.alpha, length_penalty=cfg.length_penalty)
 
 def ngram_per_word(
@@ -92,13 +92,13 @@ def ngram_per_word(
 
 def llm_score(
     h: LLMHypothesis,
-    length_penalty: float, # Penalty of each token
+    length_penalty: float, # Penalty per token
 ) -> float:
-    "The log-probability by the LLM, less a penalty for each token."
+    "Log-probability by the LLM, less a penalty for each token."
     return h.llm - length_penalty*(h.n_tokens or 0)
 
 def interpolate(
-    nbest: Sequence[Sequence[LLMHypothesis]], # List of each trial, with the search's totals
+    nbest: Sequence[Sequence[LLMHypothesis]], # N-best list of each trial, with the search's totals
     weights: Weights,
 ) -> list[list[LLMHypothesis]]:               # Best first, with new totals
     "Rank hypotheses by their interpolated scores."
@@ -116,15 +116,15 @@ def write_weights(
     path: str | Path, # JSON file to write
     weights: Weights,
 ) -> None:
-    "Write weights to a file, atomically; a gate that is always open is null."
+    "Write weights to a file, atomically; null stands for a gate of -inf."
     values = asdict(weights)
     if weights.gate == -np.inf: values['gate'] = None
     write_whole(path, json.dumps(values, indent=1))
 
 def read_weights(
-    path: str | Path, # File written by `write_weights`
+    path: str | Path, # File from `write_weights`
 ) -> Weights:
-    "The weights of a file; raises `ValueError` for other content."
+    "Read weights from a file; raises `ValueError` for other content."
     try:
         values = parse_json(read_text(path))
         if values['gate'] is None: values['gate'] = -np.inf
@@ -139,14 +139,14 @@ class Steps(NamedTuple):
     errors: np.ndarray # [n]
 
     def best(self) -> tuple[float, int]:
-        "The middle of the widest interval with the fewest errors, and their number."
+        "Middle of the widest interval with the fewest errors, and this number of errors."
         width = np.where(self.errors == self.errors.min(), np.diff(self.edges), -1)
         i = int(width.argmax())
         return float(self.edges[i:i + 2].mean()), int(self.errors[i])
 
 def _envelope(slope: np.ndarray, intercept: np.ndarray, errors: np.ndarray, low: float,
               high: float) -> tuple[int, list[tuple[float, int]]]:
-    "The errors of the line that is highest at `low`, and (place, change in errors) of each later overtaking."
+    "Errors of the line that is highest at `low`, and (weight, change in errors) of each later change of winner."
     height = intercept + low*slope
     winner = max(np.flatnonzero(height == height.max()), key=lambda i: slope[i])
     first = int(errors[winner])
@@ -162,12 +162,12 @@ def _envelope(slope: np.ndarray, intercept: np.ndarray, errors: np.ndarray, low:
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c022
 def line_search(
-    slopes: Sequence[np.ndarray],     # Growth of each hypothesis' total with the weight, for each trial [n]
-    intercepts: Sequence[np.ndarray], # Totals at weight 0, for each trial [n]
-    errors: Sequence[np.ndarray],     # Word errors of each hypothesis, for each trial [n]
-    low: float, high: float,          # Between these
+    slopes: Sequence[np.ndarray],     # Slope of each hypothesis's total over the weight [n], for each trial
+    intercepts: Sequence[np.ndarray], # Total of each hypothesis at weight 0 [n], for each trial
+    errors: Sequence[np.ndarray],     # Word errors of each hypothesis [n], for each trial
+    low: float, high: float,          # Range of the weight
 ) -> Steps:
-    "Errors of the winners of all trials for each value of a weight, exactly: the line search of Och (2003)."
+    "Exact errors of all trials' winners as a function of a weight: the line search of Och (2003)."
     first = 0
     changes = []
     for trial in zip(slopes, intercepts, errors):
@@ -198,7 +198,7 @@ class _TrialScores:
         self.ngram_per_word = np.array([ngram_per_word(hyps) for hyps in nbest])
 
     def lines(self, name: str, w: Weights) -> tuple[list, list]:
-        "Totals as lines over the weight of that name: slopes, and values at 0."
+        "Totals as linear functions of the weight of that name: slopes, and values at 0."
         is_open = self.ngram_per_word >= w.gate
         alpha = [(llm - w.length_penalty*n - ngram)*gate
                  for llm, n, ngram, gate in zip(self.llm, self.n_tokens, self.ngram, is_open)]
@@ -213,13 +213,13 @@ class _TrialScores:
         return np.array([e[np.argmax(t)] for t, e in zip(totals, self.errors)])
 
     def curve(self, name: str, w: Weights) -> Steps:
-        "Errors over the weight of that name, the others as in w."
+        "Errors as a function of the weight of that name, with the others as in w."
         return line_search(*self.lines(name, w), self.errors, *_RANGES[name])
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c028
 @patch
 def refined(self: _TrialScores, w: Weights) -> tuple[int, Weights]:
-    "Coordinate descent with exact line searches: the fewest errors, and their weights."
+    "Coordinate descent with exact line searches: the fewest errors, and the weights."
     best = w
     fewest = int(self.winner_errors(w).sum())
     while True:
@@ -233,7 +233,7 @@ def refined(self: _TrialScores, w: Weights) -> tuple[int, Weights]:
 
 @patch
 def search(self: _TrialScores, start: Weights) -> Weights:
-    "The weights with the fewest errors, from a grid and the start; the start's gate is kept."
+    "Weights with the fewest errors, from a grid and the start; the start's gate is kept."
     grid = [replace(start, acoustic_scale=s, alpha=a, word_score=0.)
             for s in (0.1, 0.2, 0.4, 0.8) for a in (0., 0.25, 0.5, 0.75, 1.)]
     points = sorted((start, *grid), key=lambda w: self.winner_errors(w).sum())[:3]
@@ -242,12 +242,12 @@ def search(self: _TrialScores, start: Weights) -> Weights:
 # %% ../../nbs/rescoring/00_mixture.ipynb #c031
 @patch
 def best_gate(self: _TrialScores, w: Weights) -> float:
-    "The lowest gate with the fewest errors: halfway between the n-gram scores of two trials, or -inf."
+    "Lowest gate with the fewest errors: halfway between the n-gram scores of two trials, or -inf."
     closed = self.winner_errors(replace(w, gate=np.inf))
     opened = self.winner_errors(replace(w, gate=-np.inf))
     order = np.argsort(self.ngram_per_word, kind='stable')
     score = self.ngram_per_word[order]
-    added = np.cumsum((closed - opened)[order]) # Errors added by closing the gate up to each trial
+    added = np.cumsum((closed - opened)[order]) # Errors added if the gate closes up to a trial
     places = np.flatnonzero(score[:-1] < score[1:])
     if not len(places) or added[places].min() >= 0: return -np.inf
     i = places[added[places].argmin()]
@@ -256,15 +256,15 @@ def best_gate(self: _TrialScores, w: Weights) -> float:
 class Tuned(NamedTuple):
     "The result of tuning."
     weights: Weights
-    wer: float          # Word error rate of these weights on the same trials
-    curve: pd.DataFrame # Word error rate over alpha, the other weights as tuned: columns low, high, wer
+    wer: float          # Word error rate with these weights on the same trials
+    curve: pd.DataFrame # Word error rates by ranges of alpha, with the other weights as tuned: low, high, wer
 
 def tune(
-    nbest: Sequence[Sequence[LLMHypothesis]], # List of each trial, with the search's totals
-    references: Sequence[str],           # The sentence of each
-    start: Weights = Weights(),          # Start of the search, besides its grid
+    nbest: Sequence[Sequence[LLMHypothesis]], # N-best list of each trial, with the search's totals
+    references: Sequence[str],           # Reference sentence of each trial
+    start: Weights = Weights(),          # Start of tuning, besides the grid
 ) -> Tuned:
-    "The weights with the fewest word errors, deterministically; raises `ValueError` for lists that cannot be used."
+    "Find the weights with the fewest word errors, deterministically; raises `ValueError` for unusable lists."
     trials = _TrialScores(nbest, references)
     w = trials.search(replace(start, gate=-np.inf))
     gated = trials.search(replace(w, gate=trials.best_gate(w)))
@@ -276,12 +276,12 @@ def tune(
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c036
 def cross_validate(
-    nbest: Sequence[Sequence[LLMHypothesis]], # List of each trial, with the search's totals
-    references: Sequence[str],           # The sentence of each
-    folds: int = 2,                      # Each trial is ranked by weights tuned without its fold; folds take turns
-    start: Weights = Weights(),          # Start of the search
-) -> list[list[LLMHypothesis]]:               # In the order of the trials
-    "Each trial's list ranked by weights tuned on other trials, for an unbiased error rate."
+    nbest: Sequence[Sequence[LLMHypothesis]], # N-best list of each trial, with the search's totals
+    references: Sequence[str],           # Reference sentence of each trial
+    folds: int = 2,                      # Number of folds; each trial is ranked by weights tuned without its fold
+    start: Weights = Weights(),          # Start of tuning
+) -> list[list[LLMHypothesis]]:               # Ranked lists, in the order of the trials
+    "Rank each trial's list by weights tuned on other trials, for an unbiased error rate."
     ranked: list[list[LLMHypothesis]] = [[] for _ in nbest]
     for k in range(folds):
         rest = [i for i in range(len(nbest)) if i % folds != k]
@@ -290,10 +290,10 @@ def cross_validate(
     return ranked
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c039
-_TRIALS_AT_ONCE = 8 # Trials that share prefix trees
+_TRIALS_AT_ONCE = 8 # Number of trials that share a prefix tree
 
 def score_nbest(
-    nbest: Sequence[Sequence[Hypothesis]], # List of each trial
+    nbest: Sequence[Sequence[Hypothesis]], # N-best list of each trial
     model,                           # A causal language model
     tokenizer,                       # Tokenizer of the model
     contexts: Sequence[str] | None = None, # Text before each trial's sentence
@@ -304,7 +304,7 @@ def score_nbest(
 
     The empty hypothesis is left out if there are others, as in the official kit: its log-probability is 0, more than
     that of any text."""
-    from b2t_kaggle.lm.causal import score_sentences, token_sequences  # Needs torch; reading weights does not
+    from b2t_kaggle.lm.causal import score_sentences, token_sequences  # Needs torch, unlike reading weights
     lists = [[h for h in hyps if h.text] or list(hyps) for hyps in nbest]
     before = ['']*len(lists) if contexts is None else contexts
     scored = []
@@ -321,19 +321,19 @@ def score_nbest(
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c043
 def _take_turns(todo: Mapping[str, Sequence[int]]) -> list[tuple[str, list[int]]]:
-    "Small parts of the trials with their split, in an order in which all splits progress equally."
+    "Small parts of the trials, with their split, ordered so that all splits progress equally."
     parts = [(i/len(trials), split, list(trials[i:i + _TRIALS_AT_ONCE]))
              for split, trials in todo.items() for i in range(0, len(trials), _TRIALS_AT_ONCE)]
     return [(split, part) for _, split, part in sorted(parts)]
 
 def score_in_time(
-    nbest: Mapping[str, Sequence[Sequence[Hypothesis]]], # Lists of each trial, by split
-    score: Callable[[list], list], # Scores the lists of some trials, such as `score_nbest` with its model
+    nbest: Mapping[str, Sequence[Sequence[Hypothesis]]], # N-best list of each trial, by split
+    score: Callable[[list], list], # Function that scores lists, such as `score_nbest` with a model
     left: Callable[[], float],     # Seconds left
     earlier: Mapping[str, dict[int, list[LLMHypothesis]]], # Lists scored by an earlier call, by split and trial
     progress: bool = True,         # Whether to show a progress bar
 ) -> dict[str, dict[int, list[LLMHypothesis]]]:
-    "Scored lists of as many trials as time allows."
+    "Score the lists of as many trials as time allows."
     scored = {split: dict(earlier.get(split, {})) for split in nbest}
     todo = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
     with tqdm(total=sum(map(len, todo.values())), desc='rescore', unit=' trials', disable=not progress) as bar:
@@ -343,11 +343,11 @@ def score_in_time(
     return scored
 
 def rank_in_time(
-    nbest: Sequence[Sequence[Hypothesis]],     # List of each trial
+    nbest: Sequence[Sequence[Hypothesis]],     # N-best list of each trial
     scored: Mapping[int, list[LLMHypothesis]], # Scored lists by trial
     weights: Weights,
 ) -> list[list[LLMHypothesis]]:
-    "Lists ranked by interpolated scores; lists without scores keep the search's order."
+    "Rank lists by interpolated scores; lists without scores keep the search's order."
     ranked = dict(zip(scored, interpolate(list(scored.values()), weights)))
     return [ranked.get(i) or [LLMHypothesis(**vars(h) | dict(n_tokens=0)) for h in hyps]
             for i, hyps in enumerate(nbest)]
