@@ -320,7 +320,7 @@ def test_models_that_cannot(tmp_path, lms, ngram):
     class Bare:
         eos_token_id = bos_token_id = None
         def __call__(self, text, **options): return SimpleNamespace(input_ids=[1])
-    with pytest.raises(LanguageModelError, match='has no token to begin'): LLMFusion(model, Bare())
+    with pytest.raises(LanguageModelError, match='has no start or end token'): LLMFusion(model, Bare())
     class Endless(Bare):
         bos_token_id = 0
     with pytest.raises(LanguageModelError, match='set bos_token and eos_token'): LLMFusion(model, Endless(), end=True)
@@ -335,7 +335,7 @@ def test_long_trials_and_overflow_are_errors(lms, ngram):
     broken = type(model)(model.config).eval()
     fusion = LLMFusion(broken, tokenizer)
     torch.nn.init.constant_(broken.get_output_embeddings().weight, np.nan)
-    with pytest.raises(LanguageModelError, match='no number'):
+    with pytest.raises(LanguageModelError, match='not a number'):
         fusion.begin(WORDS).score(np.array([1]), np.array([0]), np.array([0]))
 
 

@@ -236,7 +236,7 @@ def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, p
     "Change of all weights that lowers the expected word errors."
     if not trials:
         raise ValueError('found no trial to learn word errors from, expected some whose phonemes fit words of the '
-                         'lexicon, for an LLM in two folds; give more sentences, or a lexicon with their words')
+                         'lexicon, and for an LLM in two folds; give more sentences, or a lexicon with their words')
     loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
     x = np.zeros(2*N_WEIGHTS + 2)
     for _ in range(3):
