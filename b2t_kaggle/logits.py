@@ -80,7 +80,7 @@ class LogitStore:
         provenance: dict,             # JSON values such as the model, the checkpoint's hash and the configuration
     ) -> 'LogitStore':
         """Write log-probabilities. Raises `LogitError` for other values, `RaggedError` if the index
-        has not one row per array."""
+        does not have one row per array."""
         missing = [c for c in _TRIAL if c not in index]
         if missing:
             raise LogitError(f'{path}: the index lacks the columns {missing}; give TrialStore.index')

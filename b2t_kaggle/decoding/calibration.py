@@ -24,14 +24,14 @@ from .nbest import Hypothesis, agreement
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c006
 class WordEvidence(NamedTuple):
-    "Words of n best hypotheses: which list entries agree, and whether the words are right."
+    "Words of n lists' best hypotheses: which entries agree, and whether they are right."
     totals: np.ndarray # Totals of each list relative to the best one, padded with -inf [n, N]
     same: np.ndarray   # Whether each list entry has the word at its position [W, N]
     list_of: np.ndarray # Index of each word's list [W]
     right: np.ndarray  # Whether the reference has the word, by an alignment with fewest edits [W]
 
     def confidences(self, temperature: float) -> np.ndarray:
-        "Confidence of each word with a temperature [W]."
+        "Confidence of each word at a temperature [W]."
         p = np.exp(self.totals/temperature)
         p /= p.sum(1, keepdims=True)
         return np.einsum('wn,wn->w', self.same, p[self.list_of]).clip(max=1)

@@ -134,7 +134,7 @@ class LexiconBeamDecoder:
     A `boost` adds its bonus to the `total` of a sentence for each occurrence of its word or phrase, and the bonus
     divided by `lm_weight` to `ngram`. `added` lists the words that it adds to the lexicon, with their pronunciations; a
     warning lists the guessed ones. An `Automaton` gives such a word the probability of the lexicon's median
-    word, KenLM that of `<unk>`."""
+    word, and KenLM the `<unk>` probability."""
     @delegates(SearchOptions)
     def __init__(self,
         lexicon: Lexicon,      # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`

@@ -48,7 +48,7 @@ class Histories(NamedTuple):
     word: np.ndarray   # Last word
     state: np.ndarray  # n-gram state after the history
     ngram: np.ndarray  # Natural-log n-gram probability of the last word
-    llm: np.ndarray    # The same by the fusion; NaN if not scored yet
+    llm: np.ndarray    # Fusion log-probability of the last word; NaN if not scored yet
 
 def _new_histories(size: int) -> Histories:
     return Histories(*np.zeros((3, size), np.int32), *np.full((2, size), np.nan))

@@ -113,7 +113,7 @@ def read_lexicon(
     path: str | Path,      # Text file with lines such as `read R EH D SIL`
     word_end: Any = 'SIL', # Token to drop from the end of each pronunciation
 ) -> dict[str, list[list[str]]]:
-    "Read a lexicon in lower case, without words such as `<unk>`. Raises a `ValueError` that names the line."
+    "Read a lexicon, lower-cased and without words such as `<unk>`. Raises a `ValueError` that names the line."
     lexicon: dict[str, list[list[str]]] = {}
     for i, line in enumerate(split_lines(read_text(path)), 1):
         word, *tokens = line.split() or ['<']

@@ -303,7 +303,7 @@ def score_nbest(
     """Score each hypothesis with the LLM, and count its tokens.
 
     The empty hypothesis is left out if there are others, as in the official kit: its log-probability is 0, more than
-    that of any text."""
+    any text has."""
     from b2t_kaggle.lm.causal import score_sentences, token_sequences  # Needs torch, unlike reading weights
     lists = [[h for h in hyps if h.text] or list(hyps) for hyps in nbest]
     before = ['']*len(lists) if contexts is None else contexts

@@ -129,7 +129,7 @@ class RedisConnection:
             del self.replies[0]
 
     def _skip_arrived(self) -> None:
-        "Remove the reply that was being sent when the connection broke if it arrived."
+        "Remove the reply that was being sent when the connection broke, if Redis has it."
         stream, _ = self.replies[0]
         last = max(entry_id(self.request), entry_id(self.sent.get(stream, '0-0')))
         newest = self.redis.xrevrange(stream, count=1)
