@@ -536,7 +536,7 @@ def build_lexicon(
     """Build a pronunciation lexicon. Unknown words are guessed; words without letters are skipped. Raises `TypeError`
     for a text instead of words."""
     if isinstance(words, str):
-        raise TypeError(f'words: found the text {words[:60]!r}, expected a list of words; use text.split()')
+        raise TypeError(f'words: found the text {words[:60]!r}, expected a list of words; text.split() makes one')
     lexicon = {}
     for word in dict.fromkeys(_dictionary() if words is None else normalize_words(words)):
         readings = _readings(word) or ()

@@ -206,5 +206,5 @@ def test_refused(lm):
     for boost, message in ({'': 1}, 'found no words'), ({'a': math.inf}, 'expected a number'), \
                           ({3: 1}, 'expected a word or phrase'), ({'a -': 1}, "word '-': found"):
         with pytest.raises(ValueError, match=message): LexiconBeamDecoder(LEXICON, lm, boost=boost)
-    with pytest.raises(ValueError, match='lm_weight is 0, but a boost'):
+    with pytest.raises(ValueError, match='lm_weight is 0 beside a boost'):
         LexiconBeamDecoder(LEXICON, lm, lm_weight=0, boost={'a': 1})

@@ -152,7 +152,7 @@ class LexiconBeamDecoder:
         self.lm = lm
         words, spellings = spellings_of(lexicon, self.classes)
         if isinstance(lm, str | Path):
-            raise TypeError(f'lm: found the path {lm}, expected a model; read it with load_ngram(path)')
+            raise TypeError(f'lm: found the path {lm}, expected the model in it; load_ngram(path) reads it')
         if self.options.lm_weight or self.options.fusion is not None: check_words(lm, words)
         if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
         ngram = AutomatonScorer(lm, words) if isinstance(lm, Automaton) else lm
@@ -373,8 +373,8 @@ def boosted(self: Vocabulary, boosts: Sequence[Boost], added: Sequence[AddedWord
     pairs = []
     for word in added:
         unknown = [p for phonemes in word.pronunciations for p in phonemes if p not in self.classes.spoken]
-        if unknown: raise ValueError(f'boost, word {word.text!r}: its phoneme {unknown[0]!r} is not a token of this '
-                                     'decoder; put the word into the lexicon, without a pronunciation here')
+        if unknown: raise ValueError(f'boost, word {word.text!r}: its phoneme {unknown[0]!r} is no token of this '
+                                     'decoder; give the word in the lexicon, without a pronunciation here')
         present = spellings_of_word(self.prons, self.number[word.text]) if word.text in self.number else []
         _, (spellings,) = spellings_of({word.text: word.pronunciations}, self.classes)
         pairs += [(number[word.text], s) for s in spellings if s not in present]
@@ -400,7 +400,7 @@ def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
     self.boost = boosts_of(boost or {})
     self.added = added_words(self.boost, self._plain.number)
     if self.boost and not self.options.lm_weight:
-        raise ValueError('lm_weight is 0, but a boost needs the language model; set it above 0')
+        raise ValueError('lm_weight is 0 beside a boost, which is part of the language model; set it above 0')
     self._use(self._plain.boosted(self.boost, self.added, self.options.lm_weight) if self.boost else self._plain)
 
 @patch
@@ -416,7 +416,7 @@ def _warn_of_guesses(self: LexiconBeamDecoder) -> None:
     guesses = [f'{w.text} {" ".join(w.pronunciations[0])}' for w in self.added if w.is_guessed]
     if not guesses: return
     warnings.warn('boost: no dictionary has these words, so their pronunciations are guessed from their letters: '
-                  f'{textwrap.shorten("; ".join(guesses), 1000)}. Specify the wrong ones', stacklevel=3)
+                  f'{textwrap.shorten("; ".join(guesses), 1000)}. Give those that are wrong', stacklevel=3)
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c045
 @patch

@@ -718,7 +718,7 @@ def llm_scores(self: Search, words: np.ndarray, starts: np.ndarray) -> np.ndarra
     return None
 
 @patch
-def forget(self: Search) -> None: "Free a fusion's memory of a finished trial."
+def forget(self: Search) -> None: "Free what a fusion holds for a finished trial."
 
 # %% ../../nbs/decoding/04_search.ipynb #c086
 class FusedSearch(Search):

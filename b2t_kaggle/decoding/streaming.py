@@ -61,7 +61,7 @@ _AROUND = 100 # Number of texts behind the confidences of partial words
 def partial_words(self: Stream) -> list[Word]:
     "The words of `partial`, which later frames may change; raises `ValueError` without `frame_ms`."
     decoder, o, search = self.decoder, self.decoder.options, self._open_search()
-    if o.frame_ms is None: raise ValueError('the times of words are unknown; give LexiconBeamDecoder frame_ms')
+    if o.frame_ms is None: raise ValueError('the times of words are not known; give LexiconBeamDecoder frame_ms')
     best = search.best_words().tolist()
     if not best: return []
     words, starts, scores = search.begun_list(_AROUND)

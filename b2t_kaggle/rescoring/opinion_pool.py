@@ -228,12 +228,12 @@ class OpinionPool:
         Raises `ValueError` if no voter is known, or the language models differ from the fitted ones."""
         voters = hypotheses.voters
         if voters and not set(voters) & set(self.voters):
-            raise ValueError(f'no voter is known: found {voters[0]} and others, expected {self.voters[0]} …; '
-                             'name systems, models and decoders as they were named when the pool was fitted')
+            raise ValueError(f'no voter was learned: found {voters[0]} and others, expected {self.voters[0]} …; '
+                             'give systems, models and decoders the names that they had when it was learned')
         trials = Opinions(hypotheses, self.voters, lm, llm)
         if trials.names and self.coefficients and trials.names != list(self.coefficients):
             raise ValueError(f'found the features {", ".join(trials.names)}, expected {", ".join(self.coefficients)}; '
-                             'give the language models with which the pool was fitted')
+                             'give the language models that were there when the pool was learned')
         return self._choose(trials, range(len(trials.trials)))
 
     def _choose(self, trials: Opinions, numbers: Iterable[int]) -> list[Combined]:
