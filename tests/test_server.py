@@ -351,7 +351,7 @@ def test_parameters(decoder, plain, caplog):
             (dict(nbest=0), "nbest: found '0'"),
             (dict(nbest='2.5'), 'a whole number'),
             (dict(alpha='nan'), "alpha: found 'nan'"),
-            (dict(do_opt=1), 'no LLM'),
+            (dict(do_opt=1), 'without an LLM'),
             (dict(score_penalty_percent=2), "found '2', expected a number from 0 to 1"),
         ):
             answer = client.update(**params)

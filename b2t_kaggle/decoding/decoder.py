@@ -108,7 +108,7 @@ class Vocabulary(NamedTuple):
     number: dict[str, int] # Index of each word in `words`
     classes: Classes       # Classes of the acoustic model
     prons: Pronunciations
-    ngram: AutomatonScorer | NGram # Scorer that all searches share, or a model to query by KenLM
+    ngram: AutomatonScorer | NGram # Scorer that all searches share, or a KenLM model to query
     trie: Trie             # All pronunciations
     phrases: PhraseList | None = None # Boosted phrases, for scoring sentences
     bonuses: Arrays | None = None     # Boosted phrases, for the search

@@ -107,8 +107,8 @@ class Hypotheses:
         if not self.trials: raise ValueError('found no trials, expected hypotheses with references')
         missing = [t for t, trial in self.trials.items() if trial.reference is None]
         if missing:
-            raise ValueError(f'trial {missing[0]}: no reference, like {len(missing)} of {len(self)} trials, expected '
-                             'the true sentence; give hypotheses with the field "reference"')
+            raise ValueError(f'trial {missing[0]}: no reference ({len(missing)} of {len(self)} trials lack one), '
+                             'expected the true sentence; give hypotheses with the field "reference"')
         return [trial.reference for trial in self.trials.values()]
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c010

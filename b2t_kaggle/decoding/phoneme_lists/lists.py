@@ -81,7 +81,7 @@ def read_phoneme_lists(path: str | Path, labelled: bool = False) -> list[Phoneme
             raise ValueError(f'{path}, line {i}: {str(e)[:200]}') from None
         missing = [k for k in ('phonemes', 'sentence') if labelled and getattr(lists[-1], k) is None]
         if missing: raise ValueError(f'{path}, line {i}: no {missing[0]!r}, which is needed for training')
-    if not lists: raise ValueError(f'{path}: found no line, expected one for each trial')
+    if not lists: raise ValueError(f'{path}: found no lines, expected one for each trial')
     return lists
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c015
