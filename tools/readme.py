@@ -1,4 +1,4 @@
-"""Write README.md: nbs/index.ipynb, executed by the Python that runs this, and its outputs without pictures."""
+"""Execute nbs/index.ipynb with this Python and write it as README.md, without pictures."""
 from pathlib import Path
 
 import nbformat
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def markdown() -> str:
-    "The page, whose examples were executed; a cell that draws is left out."
+    "The executed page as Markdown, without cells that draw."
     page = nbformat.read(ROOT/'nbs'/'index.ipynb', as_version=4)
     execution = ExecutePreprocessor(kernel_name='python3', kernel_manager_class=kernel_manager(),
                                     extra_arguments=['--IPKernelApp.log_level=40'])
