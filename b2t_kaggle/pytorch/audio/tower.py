@@ -21,13 +21,13 @@ from .voice import AudioError, Speech, load_whole, quiet_loading
 
 # %% ../../../nbs/pytorch/audio/02_tower.ipynb #c006
 class AudioTower:
-    "The audio tower of a transformers model: an encoder of speech at a fixed rate."
+    "Audio tower of a transformers model: a speech encoder with a fixed frame rate."
     def __init__(self,
-        name: str | Path,       # Folder, or name on the hub
+        name: str | Path,       # Folder, or name on the Hugging Face hub
         device: str = 'cpu',    # Device of the tower
-        dtype: str = 'float32', # Type of its weights: `float32`, `bfloat16` or `float16`
+        dtype: str = 'float32', # Data type of its weights: `float32`, `bfloat16` or `float16`
     ):
-        "Raises `AudioError` for a model that cannot be loaded or has no audio tower."
+        "Raises `AudioError` if the model cannot be loaded or has no audio tower."
         with quiet_loading(name, 'tower'):
             from transformers import AutoConfig, AutoFeatureExtractor
             from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
@@ -69,7 +69,7 @@ class AudioTower:
         return [resample(s.wave, s.rate, self.rate) for s in speeches]
 
     def encode(self, speeches: Sequence[Speech]) -> list[np.ndarray]:
-        "Vectors of each sound `[S, D]`, float32, without the padding. Raises `AudioError` as `waves` does."
+        "Vectors of each sound `[S, D]`, float32, without padding. Raises `AudioError` like `waves`."
         inputs = self.extractor(self.waves(speeches), sampling_rate=self.rate, return_attention_mask=True,
                                 return_tensors='pt')
         n_mels = inputs.attention_mask.sum(1)
@@ -80,13 +80,13 @@ class AudioTower:
         return [row[:n].float().cpu().numpy() for row, n in zip(rows, self._n_frames(n_mels).tolist())]
 
     def provenance(self) -> dict[str, Any]:
-        "Name, revision, weights, size and dtype, which determine the vectors."
+        "Name, revision, weights, size and dtype, which together determine the vectors."
         return dict(name=self.name, revision=self.revision, model=model_mark(self.model), dimension=self.dimension,
                     dtype=self.dtype)
 
 # %% ../../../nbs/pytorch/audio/02_tower.ipynb #c008
 def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    "Mask to add to scores of attention `[B, 1, 1, N]`: 0 within the length of a row, the lowest number beyond it."
+    "Mask `[B, 1, 1, N]` to add to attention scores: 0 within a row's length, then the lowest number."
     is_outside = torch.arange(longest, device=lengths.device) >= lengths[:, None]
     mask = torch.zeros(is_outside.shape, dtype=dtype, device=lengths.device)
     return mask.masked_fill(is_outside, torch.finfo(dtype).min)[:, None, None]
@@ -95,7 +95,7 @@ def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
 def resample(
     samples: np.ndarray, # Samples `[n]`
     rate: int,           # Samples a second
-    new_rate: int,       # Samples a second of the result
+    new_rate: int,       # Samples a second in the result
 ) -> np.ndarray:
     "Resample a sound by cutting or padding its spectrum, float32 `[ceil(n·new_rate/rate)]`."
     if rate == new_rate: return samples
