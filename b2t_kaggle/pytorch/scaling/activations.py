@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # %% ../../../nbs/pytorch/scaling/02_activations.ipynb #c005
-SLOPE = 0.08 # Slope of the subtracted line
+SLOPE = 0.08 # Slope of the subtracted linear function
 SHIFT = {'SwooshL': 4.0, 'SwooshR': 1.0}
 OFFSET = {'SwooshL': 0.035, 'SwooshR': 0.313261687}
 
 def swoosh(x: Tensor, name: str) -> Tensor:
-    "ln(1 + e^(x − shift)) − 0.08 x − offset `[…]` (Yao et al., 2024), in the type of `x`, computed in float32."
+    "ln(1 + e^(x − shift)) − 0.08 x − offset `[…]` (Yao et al., 2024), in the dtype of `x`, computed in float32."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     softplus = F.softplus(wide - SHIFT[name], threshold=40)
     return softplus.sub_(OFFSET[name]).sub_(wide, alpha=SLOPE).to(x.dtype)
 
 def swoosh_slope(x: Tensor, name: str) -> Tensor:
-    "The derivative `[…]`, σ(x − shift) − 0.08, in the type of `x`."
+    "Derivative `[…]`, σ(x − shift) − 0.08, in the dtype of `x`."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return (wide - SHIFT[name]).sigmoid_().sub_(SLOPE).to(x.dtype)
 
@@ -43,7 +43,7 @@ class _Swoosh(torch.autograd.Function):
 
 class _SwooshModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        "The function's value, of the shape and type of `x`."
+        "Value of the function, with the shape and dtype of `x`."
         name = type(self).__name__
         return _Swoosh.apply(x, name) if x.requires_grad else swoosh(x, name)
 
