@@ -16,14 +16,14 @@ from .recurrence import scan
 
 # %% ../../nbs/pytorch/17_alignment.ipynb #c005
 def alignment_loss(
-    x: Tensor,              # Frames `[B, N, D]`, any precision
+    x: Tensor,              # Frames `[B, N, D]` in any precision
     n_frames: Tensor,       # Frames of each trial `[B]`, at least 1
     y: Tensor,              # Target frames `[B, M, D]`
     n_targets: Tensor,      # Target frames of each trial `[B]`, at least 1
     by: str = 'soft_dtw',   # Method: `soft_dtw` or `interpolation`
-    gamma: float = 0.1,     # Smoothness of soft-DTW, in the unit of the distance
+    gamma: float = 0.1,     # Smoothing parameter of soft-DTW, in units of the distance
 ) -> Tensor:
-    "Mean cosine distance of the aligned frames of each trial `[B]`. Raises `ValueError` for shapes that do not fit."
+    "Mean cosine distance of the aligned frames of each trial `[B]`. Raises `ValueError` if shapes do not fit."
     if by not in ('soft_dtw', 'interpolation'):
         raise ValueError(f'by is {by!r}; expected soft_dtw or interpolation')
     x, n, y, m = _checked(x, n_frames, y, n_targets)
@@ -33,7 +33,7 @@ def alignment_loss(
         return _mean_of_trial(1 - (F.normalize(aligned, dim=2) * F.normalize(y, dim=2)).sum(2), m)
 
 def _checked(x: Tensor, n_frames: Tensor, y: Tensor, n_targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    "The arguments in float32 or wider, on one device. Raises `ValueError` for shapes or lengths that do not fit."
+    "Arguments in float32 or wider, on one device. Raises `ValueError` if shapes or lengths do not fit."
     if x.ndim != 3 or y.ndim != 3 or len(x) != len(y) or x.shape[2] != y.shape[2]:
         raise ValueError(f'x and y must be [B, N, D] and [B, M, D] with the same B and D; found {list(x.shape)} and '
                          f'{list(y.shape)}')
@@ -64,28 +64,28 @@ def _skew(cells: Tensor, fill: float) -> Tensor:
     return rows[:, :N*K].view(B, N, K).permute(2, 0, 1)
 
 def _unskew(diagonals: Tensor) -> Tensor:
-    "The cells `[B, N, M]` of anti-diagonals: the inverse of `_skew`."
+    "Cells `[B, N, M]` of anti-diagonals, the inverse of `_skew`."
     K, B, N = diagonals.shape
     rows = F.pad(diagonals.permute(1, 2, 0).reshape(B, N*K), (0, N))
     return rows.view(B, N, K + 1)[:, :, :K + 1 - N]
 
 # %% ../../nbs/pytorch/17_alignment.ipynb #c014
 def _dtw_step(carry, x, consts):
-    "One anti-diagonal `[2, B, N]` from the two before it: log weights of all paths to each cell."
+    "Log weights of all paths to each cell of an anti-diagonal `[2, B, N]`, from the two before it."
     (last, before), (log_weight, is_start) = carry, x
     from_row_above = F.pad(log_add_exp(last, before), (1, 0), value=-torch.inf)[..., :-1]
     arrived = torch.where(is_start, 0., log_add_exp(last, from_row_above))
     return (arrived + log_weight, last), (arrived,)
 
 def path_weights(log_weight: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    "Log weight of all paths `[B]`, and the probability that a path visits a cell `[B, N, M]`."
+    "Log of the weight of all paths `[B]`, and the probability that a path visits a cell `[B, N, M]`."
     B, N, M = log_weight.shape
     K = N + M - 1
     rows, steps = (torch.arange(size, device=log_weight.device) for size in (N, K))
     weights = _skew(log_weight, -torch.inf)
     both = torch.stack([weights, weights.flip(0, 2)], 1)
     zero = torch.zeros_like(n)
-    # Start cell of both directions: a row of an anti-diagonal
+    # Start cells of both directions
     starts = torch.stack([(steps[:, None] == diagonal)[..., None] & (rows == first[:, None])
                           for first, diagonal in ((zero, zero), (N - n, N - n + M - m))], 1)
     log_zero = torch.full_like(both[0], -torch.inf)
@@ -113,19 +113,19 @@ def soft_dtw(
     cost: Tensor,        # Cost of each pair of frames, float32 or float64 `[B, N, M]`
     n_frames: Tensor,    # Rows of each trial `[B]`, 1 to N
     n_targets: Tensor,   # Columns of each trial `[B]`, 1 to M
-    gamma: float = 0.1,  # Positive smoothness, in the unit of the cost; towards 0 only the cheapest path counts
+    gamma: float = 0.1,  # Smoothing parameter, > 0, in units of the cost; near 0 only the cheapest path counts
 ) -> Tensor:
-    "Soft minimum of the costs of all alignments `[B]` (Cuturi and Blondel, 2017), which may be negative."
+    "Soft minimum of the costs of all alignments `[B]` (Cuturi and Blondel, 2017); may be negative."
     return _SoftDTW.apply(cost, n_frames.to(cost.device), n_targets.to(cost.device), gamma)
 
 # %% ../../nbs/pytorch/17_alignment.ipynb #c022
 def interpolation_weights(
     n_frames: Tensor,  # Frames of each trial `[B]`
     n_targets: Tensor, # Target frames of each trial `[B]`
-    N: int,            # Frames of the padded trials
-    M: int,            # Target frames of the padded trials
+    N: int,            # Padded number of frames
+    M: int,            # Padded number of target frames
 ) -> Tensor:
-    "Share of each frame in each target frame `[B, M, N]`, as in `F.interpolate`; zeros in the padding."
+    "Weight of each frame in each target frame `[B, M, N]`, as in `F.interpolate`; zero in the padding."
     n = n_frames[:, None].float()
     m = n_targets[:, None].float()
     target = torch.arange(M, device=n.device)
@@ -139,10 +139,10 @@ def info_nce(
     n_frames: Tensor,  # Frames of each trial `[B]`, at least 1
     y: Tensor,         # Target frames `[B, M, D]`
     n_targets: Tensor, # Target frames of each trial `[B]`, at least 1
-    sentence: Tensor,  # Number of each trial's sentence, equal for equal sentences `[B]`
-    temperature: float = 0.07, # Divisor of the similarities; 0.07 is CLIP's first value
+    sentence: Tensor,  # Sentence ID of each trial, the same for equal sentences `[B]`
+    temperature: float = 0.07, # Divisor of the similarities; CLIP's initial value is 0.07
 ) -> Tensor:
-    "InfoNCE (van den Oord et al., 2018) of a batch's sentences in both directions `[B]`; 0 for a single one."
+    "InfoNCE (van den Oord et al., 2018) of a batch's sentences in both directions `[B]`; 0 if there is only one."
     x, n, y, m = _checked(x, n_frames, y, n_targets)
     x, y = (F.normalize(_mean_of_trial(v, lengths), dim=1) for v, lengths in ((x, n), (y, m)))
     sentence = sentence.to(x.device)

@@ -20,20 +20,20 @@ from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 # %% ../../nbs/pytorch/05_frontend.ipynb #c006
 @dataclass(frozen=True)
 class Frames:
-    """The frames of B trials: packed `[N, ·]`, trial after trial, on a CPU; padded `[T', B, ·]` elsewhere.
-    N is the number of real frames."""
+    """Frames of B trials: packed `[N, ·]`, trial after trial, on a CPU; padded `[T', B, ·]` elsewhere.
+    N is the number of frames without padding."""
     x: Tensor                # Patches
-    order: FrameOrder | None # Order of packed frames
+    order: FrameOrder | None # Order of packed frames; None means padded
     n_trials: int            # B
     n_frames: int            # T'
     lengths: Tensor | None = None # Frames of each trial `[B]`; None means T'
 
     def gru(self,
-        module: GRU,    # GRU of one direction or two
+        module: GRU,    # GRU, unidirectional or bidirectional
         x: Tensor,      # Input of the GRU, in the order of `self.x`: packed `[N, ·]`, padded `[T', B, ·]`
         states: Tensor, # Initial states `[L·directions, B, H]`
     ) -> tuple[Tensor, Tensor]:
-        "The last layer's states, in the order of time, and each layer's last state `[L·directions, B, H]`."
+        "The last layer's states, ordered by time, and each layer's final state `[L·directions, B, H]`."
         if self.order is None: return module(x, states, self.lengths)
         return cpu_gru(module, x, self.order, states, module.training)
 
@@ -42,7 +42,7 @@ class Frames:
         return y if self.order is None else permute(y, self.order.to_trials, self.order.from_trials)
 
     def unpack(self, y: Tensor, by_trial: bool = False) -> Tensor:
-        "Frames in the order of time, or `by_trial`, as a rectangle `[B, T', ·]` with zeros after each trial."
+        "Frames ordered by time, or `by_trial`, as a padded batch `[B, T', ·]` with zeros after each trial."
         if self.order is None: return y.transpose(0, 1)
         if by_trial: y = permute(y, self.order.from_trials, self.order.to_trials)
         flat = y.new_zeros(self.n_trials * self.n_frames, y.shape[1]).index_copy(0, self.order.padded, y)
@@ -50,13 +50,13 @@ class Frames:
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c010
 class Frontend(Encoder):
-    "The first layers of an encoder: days, softsign, dropout, patches; derive from it and call `frames`."
+    "First layers of an encoder (day layer, softsign, dropout, patches); subclasses call `frames`."
     cfg: PatchedConfig
 
     def __init__(self,
         cfg: PatchedConfig, # The `model` group
         n_days: int,        # Recording days, D
-        day_layer: bool = True, # Whether there is a layer per day
+        day_layer: bool = True, # Whether each day has a layer
     ):
         super().__init__(cfg, n_days)
         self.has_day_layer = day_layer
@@ -75,11 +75,11 @@ class Frontend(Encoder):
 
     def frames(self,
         x: Tensor,                    # Features `[B, T, F]`, smoothed
-        day_idx: Tensor,              # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
+        day_idx: Tensor,              # Index of each trial's day `[B]`: tensor, array or list of integers
         n_bins: Tensor | None = None, # Bins of each trial `[B]`; later bins are skipped if that saves time
     ) -> Frames:
-        """Patches of features after their day's layer. Raises `ValueError` for too few bins for a
-        frame, or unless there is a whole number per trial in `day_idx`."""
+        """Patches of the features after the day layer. Raises `ValueError` if there are fewer bins
+        than one frame needs, or if `day_idx` does not have an integer for each trial."""
         check_bins(x, self.cfg.patch_size)
         day_idx = check_days(x, day_idx)
         if self.cfg.participants: x = self.by_participant(mask_padding(x, n_bins), day_idx, n_bins)
@@ -87,7 +87,7 @@ class Frontend(Encoder):
         return self._packed(x, day_idx, trial_bins(x, n_bins))
 
     def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Frames:
-        "Frames of a rectangle in six operations, for an accelerator."
+        "Padded frames in six operations, for an accelerator."
         cfg = self.cfg
         x = mask_padding(x, n_bins)
         if self.has_day_layer: x = layers.day_affine(x, day_idx, self.day_weights, self.day_biases)
@@ -97,10 +97,10 @@ class Frontend(Encoder):
         return Frames(x.transpose(0, 1), None, x.shape[0], x.shape[1], lengths)
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Frames:
-        "The same frames without any padding, for a CPU."
+        "Packed frames without padding, for a CPU."
         cfg = self.cfg
         size, stride = (cfg.patch_size, cfg.patch_stride) if cfg.patch_size else (1, 1)
-        frames = cfg.n_frames(n_bins).clamp(min=1)  # a trial shorter than a patch still gets a frame, of padding
+        frames = cfg.n_frames(n_bins).clamp(min=1)  # a trial shorter than a patch still gets one frame
         lengths = ((frames - 1) * stride + size).tolist()
         order = frame_order(frames)
         x = layers.pack(x, lengths)
@@ -110,12 +110,12 @@ class Frontend(Encoder):
         return Frames(x, order, len(frames), int(frames.max()), frames)
 
     def freeze(self) -> None:
-        "Turn off the gradients of day layers that are not trained, which stay the identity."
+        "Unless day layers are trained, turn off their gradients so that they stay the identity."
         if self.has_day_layer:
             for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
 
     def start(self, batch_size: int = 1) -> 'StreamState':
-        "The state before the first bin, for `push`. Raises `NotImplementedError` for a model that is not causal."
+        "Initial state for `push`. Raises `NotImplementedError` for a model that is not causal."
         return StreamState() if self.is_causal else super().start()
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c022
@@ -123,11 +123,11 @@ class Frontend(Encoder):
 class StreamState:
     "Streaming state of a batch of trials."
     bins: Tensor | None = None # Bins that later patches need `[B, t, F]`
-    recurrent: object = None   # States of the recurrent layers; None means the learnt ones
+    recurrent: object = None   # States of the recurrent layers; None means the initial states
 
 @patch
 def push(self: Frontend, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-    "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
+    "Logits `[B, n, K]` of the frames that the new bins `x` `[B, t, F]` complete, and the new state."
     cfg = self.cfg
     bins = x if state.bins is None else torch.cat([state.bins, x], 1)
     n = cfg.n_frames(bins.shape[1])
