@@ -38,7 +38,7 @@ class Adapter:
     def __init__(self,
         model: Encoder,       # Trained model on its device, changed in place
         cfg: Config,          # Configuration of the model
-        options: InferConfig, # The run's `infer` group
+        options: InferConfig, # Configuration group `infer`
         backend: Backend,     # The device
     ):
         self.model = model.eval()
@@ -158,7 +158,7 @@ def adapt_to(
     model: Encoder,         # Trained model on its device, changed in place
     store: TrialStore,      # Trials of any split
     cfg: Config,            # The model's configuration
-    options: InferConfig,   # The run's `infer` group
+    options: InferConfig,   # Configuration group `infer`
     backend: Backend,       # The device
     label_of: LabelOf,      # Function that makes pseudo-labels
     progress: bool = True,  # Whether to show a progress bar
@@ -184,7 +184,7 @@ def infer_adapted(
     checkpoint: str | Path,    # Trained model, as for `load_model`
     store: TrialStore,         # Trials to infer
     path: str | Path,          # LogitStore to write
-    options: InferConfig,      # The run's `infer` group
+    options: InferConfig,      # Configuration group `infer`
     decoder,                   # `LexiconBeamDecoder` for pseudo-labels
     accelerator: str = 'auto', # `auto`, `cpu` or `cuda`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`; steps are in float32

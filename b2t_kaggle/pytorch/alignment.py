@@ -17,9 +17,9 @@ from .recurrence import scan
 # %% ../../nbs/pytorch/17_alignment.ipynb #c005
 def alignment_loss(
     x: Tensor,              # Frames `[B, N, D]` in any precision
-    n_frames: Tensor,       # Frames of each trial `[B]`, at least 1
+    n_frames: Tensor,       # Frames per trial `[B]`, at least 1
     y: Tensor,              # Target frames `[B, M, D]`
-    n_targets: Tensor,      # Target frames of each trial `[B]`, at least 1
+    n_targets: Tensor,      # Target frames per trial `[B]`, at least 1
     by: str = 'soft_dtw',   # Method: `soft_dtw` or `interpolation`
     gamma: float = 0.1,     # Smoothing parameter of soft-DTW, in units of the distance
 ) -> Tensor:
@@ -111,8 +111,8 @@ class _SoftDTW(torch.autograd.Function):
 
 def soft_dtw(
     cost: Tensor,        # Cost of each pair of frames, float32 or float64 `[B, N, M]`
-    n_frames: Tensor,    # Rows of each trial `[B]`, 1 to N
-    n_targets: Tensor,   # Columns of each trial `[B]`, 1 to M
+    n_frames: Tensor,    # Rows per trial `[B]`, 1 to N
+    n_targets: Tensor,   # Columns per trial `[B]`, 1 to M
     gamma: float = 0.1,  # Smoothing parameter, > 0, in units of the cost; near 0 only the cheapest path counts
 ) -> Tensor:
     "Soft minimum of the costs of all alignments `[B]` (Cuturi and Blondel, 2017); may be negative."
@@ -120,8 +120,8 @@ def soft_dtw(
 
 # %% ../../nbs/pytorch/17_alignment.ipynb #c022
 def interpolation_weights(
-    n_frames: Tensor,  # Frames of each trial `[B]`
-    n_targets: Tensor, # Target frames of each trial `[B]`
+    n_frames: Tensor,  # Frames per trial `[B]`
+    n_targets: Tensor, # Target frames per trial `[B]`
     N: int,            # Padded number of frames
     M: int,            # Padded number of target frames
 ) -> Tensor:
@@ -136,9 +136,9 @@ def interpolation_weights(
 # %% ../../nbs/pytorch/17_alignment.ipynb #c032
 def info_nce(
     x: Tensor,         # Frames `[B, N, D]`
-    n_frames: Tensor,  # Frames of each trial `[B]`, at least 1
+    n_frames: Tensor,  # Frames per trial `[B]`, at least 1
     y: Tensor,         # Target frames `[B, M, D]`
-    n_targets: Tensor, # Target frames of each trial `[B]`, at least 1
+    n_targets: Tensor, # Target frames per trial `[B]`, at least 1
     sentence: Tensor,  # Sentence ID of each trial, the same for equal sentences `[B]`
     temperature: float = 0.07, # Divisor of the similarities; CLIP's initial value is 0.07
 ) -> Tensor:

@@ -17,7 +17,7 @@ from ..training.recipe import draw_cut, smoothing_kernel, step_seed
 # %% ../../nbs/pytorch/04_augment.ipynb #c006
 def add_noise(
     x: Tensor,                         # Features `[B, T, F]`, floating point
-    cfg: AugmentConfig,                # The run's `augment` group
+    cfg: AugmentConfig,                # Configuration group `augment`
     generator: torch.Generator | None, # Generator on the device of `x`; None means the default
 ) -> Tensor:
     "Features with static gain, white noise, constant offset and random walk `[B, T, F]`; `x` is unchanged."
@@ -34,7 +34,7 @@ def cut_start(
     x: Tensor,         # Features `[B, T, F]`
     cut: int | Tensor, # Bins to drop; a tensor on the device avoids recompiling for each number
 ) -> Tensor:
-    "The bins from `cut` on, then zeros, `[B, T, F]`."
+    "Drop the first `cut` bins and append zeros, `[B, T, F]`."
     B, T, C = x.shape
     if isinstance(cut, Tensor):
         bins = (torch.arange(T, device=x.device) + cut).clamp(max=T)  # T: the added bin of zeros
@@ -44,7 +44,7 @@ def cut_start(
 # %% ../../nbs/pytorch/04_augment.ipynb #c012
 def time_mask(
     x: Tensor,                         # Features `[B, T, F]`
-    n_bins: Tensor,                    # Bins of each trial `[B]`, on any device
+    n_bins: Tensor,                    # Bins per trial `[B]`, on any device
     n_masks: int,                      # Masks per trial; they may overlap
     max_part: float,                   # Largest length of one mask, as a fraction of its trial
     generator: torch.Generator | None, # Generator on the device of `x`; None means the default
@@ -63,7 +63,7 @@ def time_mask(
 # %% ../../nbs/pytorch/04_augment.ipynb #c015
 def channel_mask(
     x: Tensor,                         # Features `[B, T, F]`
-    cfg: AugmentConfig,                # The run's `augment` group
+    cfg: AugmentConfig,                # Configuration group `augment`
     generator: torch.Generator | None, # Generator on the device of `x`; None means the default
 ) -> Tensor:
     "Set channels of each trial to zero, `[B, T, F]` (dropout of inputs; Srivastava et al., 2014)."
@@ -86,7 +86,7 @@ class Augment:
 
     def train(self,
         x: Tensor,      # Features `[B, T, F]`
-        n_bins: Tensor, # Bins of each trial `[B]`
+        n_bins: Tensor, # Bins per trial `[B]`
         step: int,      # Training step, which determines all random numbers
     ) -> tuple[Tensor, Tensor]:
         "Augmented features, float32 `[B, T, F]`, and the trials' new lengths `[B]`."
@@ -96,7 +96,7 @@ class Augment:
 
     def apply(self,
         x: Tensor,                         # Features `[B, T, F]`
-        n_bins: Tensor,                    # Bins of each trial `[B]`
+        n_bins: Tensor,                    # Bins per trial `[B]`
         cut: int | Tensor,                 # Bins to drop, as from `draw_cut`
         generator: torch.Generator | None, # Generator on the device of `x`; None means the default
     ) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def load_file(
                 if bad: raise ValueError(f'the record {bad!r} does not match its checksum')
         with torch.serialization.safe_globals(_SAFE):
             content = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e: raise CheckpointError(f'{path}: {_reason(e)}') from None # A pickle can raise anything
+    except Exception as e: raise CheckpointError(f'{path}: {_reason(e)}') from None # A pickle can raise any exception
     if not isinstance(content, dict):
         raise CheckpointError(f'{path}: contains a {type(content).__name__}, expected a dict with weights by name; '
                               'give a checkpoint of this kit or of the official one')
@@ -171,7 +171,7 @@ def load_model(
     path: str | Path,          # Trained model, as for `load_with_facts`
     unseen: str | None = None, # End of the error for a model trained on val; None accepts it
 ) -> tuple[Encoder, Config]:
-    "A model in evaluation mode, and its configuration. Raises `CheckpointError`."
+    "Model in evaluation mode, and its configuration. Raises `CheckpointError`."
     model, cfg, facts = load_with_facts(path)
     if unseen: check_unseen(facts, weights_file(path), unseen)
     return model, cfg
@@ -180,7 +180,7 @@ def load_weights(
     path: str | Path,          # Trained model, as for `load_with_facts`
     unseen: str | None = None, # End of the error for a model trained on val; None accepts it
 ) -> tuple[dict[str, np.ndarray], Config]:
-    "Weights `[…]` by name, and the configuration. Raises `CheckpointError`."
+    "Weights `[…]` of a model by name, and its configuration. Raises `CheckpointError`."
     model, cfg = load_model(path, unseen)
     return {k: v.numpy() for k, v in model.state_dict().items()}, cfg
 

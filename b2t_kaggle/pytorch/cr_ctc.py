@@ -25,10 +25,10 @@ def mean_of_views(
 # %% ../../nbs/pytorch/02_cr_ctc.ipynb #c009
 def consistency_losses(
     logits: Tensor, # Logits of the rows of `two_views` `[2B, T', K]`
-    frames: Tensor, # Frames of each row `[2B]`, on the host or on the device
+    frames: Tensor, # Frames per row `[2B]`, on the host or on the device
 ) -> Tensor:
     """Symmetric Kullback-Leibler divergence of the two views of each trial in nats, summed over
-    its frames, float32 `[B]`; the other view is a constant for the gradient (CR-CTC; Yao et al.,
+    its frames, float32 `[B]`; gradients treat the other view as constant (CR-CTC; Yao et al.,
     2025)."""
     log_probs = logits.float().log_softmax(-1).unflatten(0, (-1, 2))
     opposite = log_probs.detach().flip(1)

@@ -53,8 +53,8 @@ def _emissions(log_probs: Tensor, states: Tensor) -> Tensor:
 def alignment(
     log_probs: Tensor, # Natural logs `[T', B, K]`, float32 or float64
     states: Tensor,    # Class of each state `[B, N]`
-    frames: Tensor,    # Frames of each trial `[B]`
-    n_labels: Tensor,  # Labels of each trial `[B]`
+    frames: Tensor,    # Frames per trial `[B]`
+    n_labels: Tensor,  # Labels per trial `[B]`
 ) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame `[T', B, N]`,
     by the forward-backward algorithm (Graves et al., 2006).
@@ -145,8 +145,8 @@ def _checked(log_probs: Tensor, targets: Tensor, frames: Tensor | Sequence[int],
 def ctc_loss(
     log_probs: Tensor,                      # Natural logs of normalised probabilities `[T', B, K]`, of any precision
     targets: Tensor,                        # Labels, padded `[B, S]` or concatenated `[sum of lengths]`
-    input_lengths: Tensor | Sequence[int],  # Frames of each trial `[B]`
-    target_lengths: Tensor | Sequence[int], # Labels of each trial `[B]`
+    input_lengths: Tensor | Sequence[int],  # Frames per trial `[B]`
+    target_lengths: Tensor | Sequence[int], # Labels per trial `[B]`
     blank: int = 0,                         # The blank's class
     reduction: str = 'mean',                # 'none', 'sum', or 'mean' of the trials' losses per label
     zero_infinity: bool = False,            # Whether to replace infinite losses and their gradients by zero

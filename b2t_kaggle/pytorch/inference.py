@@ -39,8 +39,8 @@ from ..training.trials import bucket_lengths, model_days, smoothing_edges
 def ctc_losses(
     logits: Tensor,   # `[B, T', K]`
     labels: Tensor,   # `[B, S]`, padded
-    frames: Tensor,   # Frames of each trial `[B]`; on XLA also on the device, else on the host
-    n_labels: Tensor, # Labels of each trial `[B]`, on the same device as `frames`
+    frames: Tensor,   # Frames per trial `[B]`; on XLA also on the device, else on the host
+    n_labels: Tensor, # Labels per trial `[B]`, on the same device as `frames`
 ) -> Tensor:
     "Negative natural log-likelihood of each trial's labels, float32 `[B]`."
     log_probs = logits.float().log_softmax(-1).transpose(0, 1)
@@ -49,8 +49,8 @@ def ctc_losses(
 
 def per_unit(
     losses: Tensor,   # Loss of each trial `[B]`
-    n_labels: Tensor, # Labels of each trial `[B]`
-    cfg: TrainConfig, # The run's `train` group
+    n_labels: Tensor, # Labels per trial `[B]`
+    cfg: TrainConfig, # Configuration group `train`
 ) -> Tensor:
     "Loss of each trial `[B]`, or loss per label, depending on `ctc_reduction`."
     return losses if cfg.ctc_reduction == 'trial' else losses / n_labels.to(losses.device).clamp(min=1)
@@ -67,7 +67,7 @@ def delivered_dtype(
 def logits_of(
     model: nn.Module,       # Model in evaluation mode, on the device
     store: TrialStore,      # Any split
-    day_of: dict[str, int], # The model's day of each session
+    day_of: dict[str, int], # Index of the model's day for each session
     cfg: Config,            # The model's configuration
     backend: Backend,       # Device; with several processes, each gets a part of the batches
     batch_size: int,        # Largest number of trials in a batch, over all processes on a CPU
@@ -112,7 +112,7 @@ def logits_of(
 def evaluate(
     model: Encoder,         # Model in evaluation mode, on the device
     store: TrialStore,      # Trials with labels
-    day_of: dict[str, int], # The model's day of each session
+    day_of: dict[str, int], # Index of the model's day for each session
     cfg: Config,            # The run's configuration
     backend: Backend,       # The device
     step: int = 0,          # Number of training steps so far, for terms that depend on it

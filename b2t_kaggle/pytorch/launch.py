@@ -142,9 +142,9 @@ def launch(
     store_val: TrialStore | None, # Validation trials
     cfg: Config,                  # The run's configuration
     out_dir: str | Path,          # Folder of the run, as for `train`
-    progress: bool = True,        # Show a progress bar
+    progress: bool = True,        # Whether to show a progress bar
 ) -> dict:
-    "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
+    "Run `train` in several processes, each with an equal part of every batch. Raises `TrainingError`."
     out = Path(out_dir).absolute()
     stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
     plugin = PLUGIN.get().path
@@ -171,10 +171,10 @@ def train_here(
     store_val: TrialStore | None, # Validation trials
     cfg: Config,                  # The run's configuration
     out_dir: str | Path,          # Folder of the run, as for `train`
-    progress: bool = True,        # Show a progress bar
+    progress: bool = True,        # Whether to show a progress bar
 ) -> dict:
-    """`train` on the configured devices: in this process, in one per GPU, in `train.processes` on
-    a CPU, or with other machines."""
+    """Run `train` on the configured devices: in this process, in one process per GPU, in
+    `train.processes` processes on a CPU, or with other machines."""
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
     n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()

@@ -96,7 +96,7 @@ def packed_day_affine(
     weights: Tensor,    # `[D, F, F]`
     biases: Tensor,     # `[D, 1, F]`
     day_idx: Tensor,    # Day of each trial `[B]`
-    lengths: list[int], # Bins of each trial
+    lengths: list[int], # Bins per trial
 ) -> Tensor:
     "`day_affine` for packed trials on a CPU, `[N, F]`."
     return _PackedDayAffine.apply(x, weights, biases, day_idx, lengths)
@@ -126,10 +126,10 @@ def softsign(
 # %% ../../nbs/pytorch/00_layers.ipynb #c023
 def dropout(
     x: Tensor,      # Values of any shape `[…]`
-    p: float,       # Probability of a zero; on a CPU rounded to a multiple of 1/65536
+    p: float,       # Dropout probability; on a CPU rounded to a multiple of 1/65536
     training: bool, # False returns `x` unchanged
 ) -> Tensor:
-    """Zeros at random, the rest scaled by 1/(1 − p), `[…]` (Srivastava et al., 2014); draws from the default generator
+    """Drop values at random and scale others by 1/(1 − p), `[…]` (Srivastava et al., 2014), with the default generator
     of `x`'s device."""
     if not training or p == 0: return x
     if x.device.type != 'cpu': return F.dropout(x, p)
@@ -144,7 +144,7 @@ def windows(
     patch_size: int,   # Bins per patch
     patch_stride: int, # Bins from one patch's start to the next
 ) -> Tensor:
-    "View of overlapping patches `[…, T', patch_size · F]`, each bin after bin, as the official weights expect."
+    "View of overlapping patches `[…, T', patch_size · F]`, in the layout that the official weights expect."
     n_features = x.shape[-1]
     return x.flatten(-2).unfold(-1, patch_size * n_features, patch_stride * n_features)
 
@@ -191,7 +191,7 @@ class _PackedWindows(torch.autograd.Function):
 
 def packed_windows(
     x: Tensor,          # Packed features `[N, F]`
-    lengths: list[int], # Bins of each trial, at least `patch_size`
+    lengths: list[int], # Bins per trial, at least `patch_size`
     patch_size: int,    # Bins per patch
     patch_stride: int,  # Bins from one patch's start to the next
 ) -> Tensor:

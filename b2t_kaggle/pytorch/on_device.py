@@ -26,13 +26,13 @@ from ..training.trials import bucket_lengths, usable_trials
 # %% ../../nbs/pytorch/10_on_device.ipynb #c005
 @dataclass
 class MicroBatch:
-    "Rows of a batch that are computed at once."
+    "Rows of a batch that are processed together."
     batch: Batch      # Same rows on the host
     x: Tensor         # Features `[B, T, F]`
     day: Tensor       # Day of each row `[B]`
     labels: Tensor    # Class ids `[B, S]`
-    n_bins: Tensor    # Bins of each row `[B]`; on the host, except for a compiler
-    n_labels: Tensor  # Labels of each row `[B]`; on the host, except for a compiler
+    n_bins: Tensor    # Bins per row `[B]`; on the host, except for a compiler
+    n_labels: Tensor  # Labels per row `[B]`; on the host, except for a compiler
 
     def two_views(self) -> 'MicroBatch':
         "Micro-batch with each row twice, for `train.cr_ctc`; `batch` is unchanged."

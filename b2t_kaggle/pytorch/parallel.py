@@ -28,7 +28,7 @@ from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c006
 class Backend:
-    "A device, and how a trainer uses it. The defaults are for one process with one device."
+    "Interface to a run's devices. The defaults are for one process with one device."
     n_devices = 1         # Devices that share a batch
     world_size = 1        # Number of processes
     rank = 0              # Index of this process
@@ -40,7 +40,7 @@ class Backend:
         self.torch_device = torch.device(device.kind)
         # Steps between checks of the results, as reading them makes the host wait
         self.sync_every = 1 if device.kind == 'cpu' else 10
-        self.scaler = None # Scales the loss in float16
+        self.scaler = None # Loss scaler for float16
         # TF32 rounds the inputs of cuDNN's GRUs and convolutions to 10 bits
         if device.kind == 'cuda': torch.backends.cudnn.allow_tf32 = device.precision != 'float32'
         if device.precision == 'float16':
@@ -71,7 +71,7 @@ class Backend:
         return torch.autocast(self.device.kind, dtype, enabled=self.device.precision != 'float32')
 
     def gather(self, value) -> list:
-        "The values of all processes, in the order of their ranks."
+        "Gather the values of all processes, in order of rank."
         return [value]
 
     def close(self) -> None: "Leave the other processes."
@@ -110,7 +110,7 @@ def hold(self: Backend,
     shape: tuple[int, int],      # Shape of all rows together `[N, F]`
     dtype: np.dtype,             # Data type of the rows
 ) -> Tensor:
-    "All rows `[N, F]`, kept in the device's memory."
+    "Copy all rows `[N, F]` to the device's memory."
     return self._filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
 
 @patch
@@ -233,7 +233,7 @@ class XLA(Backend):
     def lengths(self, array): return self.put(array)
 
     def vector(self, values: Mapping[str, float]) -> Tensor:
-        "The values as a tensor on the device `[n]`."
+        "Copy values to a tensor on the device `[n]`."
         # torch_xla treats 0 and 1 as constants, except in a vector
         return torch.tensor([float(v) for v in values.values()]).to(self.torch_device)
 

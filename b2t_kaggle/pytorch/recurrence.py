@@ -34,7 +34,7 @@ class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
     def forward(self,
         x: Tensor,                    # Input `[T, B, I]`
         h0: Tensor | None = None,     # Initial states `[L·directions, B, H]`; None means zeros
-        frames: Tensor | None = None, # Frames of each trial `[B]`, on the host or an XLA device; None means T
+        frames: Tensor | None = None, # Frames per trial `[B]`, on the host or an XLA device; None means T
     ) -> tuple[Tensor, Tensor]:
         "States of the last layer `[T, B, H·directions]` and final states of all `[L·directions, B, H]`."
         if x.device.type == 'xla': return _scan_gru(self, x, h0, frames)
@@ -132,7 +132,7 @@ _LARGE = 1e4 # Gate input that opens the update gate fully for any state
 def _scan_gru_layer(x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
                     hold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """States `[T, B, H]`, float32 or wider, of one GRU layer in one direction (Cho et al., 2014, with the reset gate
-    after the product), and its final state `[B, H]`. The frames `hold` `[T, B]` keep the state."""
+    after the product), and its final state `[B, H]`. Frames in the mask `hold` `[T, B]` keep it."""
     gates = F.linear(x, w_ih, b_ih)
     if hold is not None:
         r, z, n = gates.chunk(3, -1)
@@ -176,7 +176,7 @@ def _scan_gru(module: nn.GRU, x: Tensor, h0: Tensor | None = None,
 class FrameOrder:
     "Order of packed frames by time: B trials, longest first at each time, and N frames in all."
     trials: Tensor      # Indices of the trials, longest first `[B]`
-    counts: list[int]   # Number of trials that have each frame, T' in all
+    counts: list[int]   # Number of trials with more than t frames, for t = 0 … T' − 1
     from_trials: Tensor # Position of each row if packed trial after trial `[N]`
     to_trials: Tensor   # Inverse of `from_trials` `[N]`
     previous: Tensor    # Row of the trial's previous frame, after the B initial states `[N]`
@@ -185,7 +185,7 @@ class FrameOrder:
     padded: Tensor      # Index of each row in a flattened `[B, T']` `[N]`
 
 def frame_order(
-    frames: Tensor, # Frames of each trial `[B]`, at least one
+    frames: Tensor, # Frames per trial `[B]`, at least one
 ) -> FrameOrder:
     "Order of packed frames by time, as in `torch.nn.utils.rnn.PackedSequence`."
     B = len(frames)
@@ -311,7 +311,7 @@ def gru_layer(
     w_hh: Tensor,           # `[3H, H]`
     b_ih: Tensor,           # `[3H]`
     b_hh: Tensor,           # `[3H]`
-    order: FrameOrder,      # Order of the frames
+    order: FrameOrder,      # Order of the packed frames
     *,
     by_trial: bool = False, # Whether `x` is packed trial after trial instead
     reverse: bool = False,  # Whether to read from the last frame to the first
@@ -326,7 +326,7 @@ def gru_layer(
 def cpu_gru(
     module: nn.GRU,    # Holds the weights
     x: Tensor,         # Input `[N, I]`, trial after trial
-    order: FrameOrder, # Order of the frames
+    order: FrameOrder, # Order of the packed frames
     h0: Tensor,        # Initial states `[L·directions, B, H]`
     training: bool,    # Whether to apply dropout between layers
 ) -> tuple[Tensor, Tensor]:

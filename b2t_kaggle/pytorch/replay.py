@@ -75,7 +75,7 @@ class Replay:
     def __init__(self,
         trainer, # A `pytorch.trainer.Trainer` on XLA
     ):
-        "Raises `TrainingError` for a step that cannot be recorded."
+        "Raises `TrainingError` if the trainer's steps cannot be recorded."
         n_parts = trainer.cfg.train.accumulate
         if n_parts > 1:
             raise TrainingError('train.replay = true needs train.accumulate = 1; set train.replay to '

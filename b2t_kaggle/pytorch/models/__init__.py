@@ -21,7 +21,7 @@ def encoder_class(name: str) -> type[Encoder]:
     return find_encoder('pytorch', Encoder, name)
 
 def build_model(
-    cfg: EncoderConfig, # The run's `model` group
+    cfg: EncoderConfig, # Configuration group `model`
     n_days: int,        # Recording days, D
     sessions: Sequence[str] = (), # Session of each day, which determines the participant
 ) -> Encoder:

@@ -43,7 +43,7 @@ class Encoder(nn.Module):
     def forward(self,
         x: Tensor,                    # Features `[B, T, F]`, smoothed
         day_idx: Tensor,              # Day of each trial `[B]`
-        n_bins: Tensor | None = None, # Bins of each trial `[B]`; None means T
+        n_bins: Tensor | None = None, # Bins per trial `[B]`; None means T
         **training_args,              # The model's `training_args`, in a training step
     ) -> Any:
         "Logits `[B, T', K]`: the result of `encode` for features with zeros in the padding."
@@ -55,7 +55,7 @@ class Encoder(nn.Module):
     def encode(self,
         x: Tensor,       # Features `[B, T, F]`, with zeros in the padding
         day_idx: Tensor, # Day of each trial, int64 `[B]`
-        n_bins: Tensor,  # Bins of each trial `[B]`, on the device of `x`
+        n_bins: Tensor,  # Bins per trial `[B]`, on the device of `x`
     ) -> Any:
         "Logits `[B, T', K]`, arbitrary in the padding. In a training step it also gets the `training_args`."
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor forward')

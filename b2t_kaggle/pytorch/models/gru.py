@@ -106,7 +106,7 @@ class GRUDecoder(Frontend):
         day_idx: Tensor,               # Index of each trial's day `[B]`: tensor, array or list of integers
         states: Tensor | None = None,  # Initial states `[L·directions, B, H]`; None means the learned ones
         return_state: bool = False,    # Whether to also return the final states of each trial
-        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
+        n_bins: Tensor | None = None,  # Bins per trial `[B]`; None means T
     ) -> Tensor | tuple[Tensor, Tensor]:
         "Logits `[B, T', K]`, arbitrary in the padding."
         f = self.frames(x, day_idx, n_bins)

@@ -84,7 +84,7 @@ def initial_dt_bias(shape: tuple[int, ...], least: float, greatest: float) -> Te
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c010
 def by_direction(x: Tensor, inside: Tensor | None = None) -> Tensor:
-    "Frames `[B, T', G, C]` in the order in which each direction reads them `[G, B, T', C]`, zero in the padding."
+    "Frames `[B, T', G, C]` in each direction's reading order `[G, B, T', C]`, zero in the padding."
     if x.shape[2] == 1: return x.movedim(2, 0)
     sequences = torch.stack([x[:, :, 0], x[:, :, 1].flip(1)])
     return sequences if inside is None else sequences * inside
@@ -137,7 +137,7 @@ class Mamba(Frontend):
         day_idx: Tensor,               # Day of each trial `[B]`
         states: list | None = None,    # Initial state of each layer; None means zeros
         return_state: bool = False,    # Whether to also return final states, if all trials have T bins
-        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
+        n_bins: Tensor | None = None,  # Bins per trial `[B]`; None means T
     ) -> Tensor | tuple[Tensor, list]:
         "Logits `[B, T', K]`, arbitrary in the padding."
         f = self.frames(x, day_idx, n_bins)

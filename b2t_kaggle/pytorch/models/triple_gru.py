@@ -95,7 +95,7 @@ class NoisySpeechModel(CleanSpeechModel):
 def triple_loss(
     out: tuple[Tensor, Tensor, Tensor], # Clean and noisy logits `[B, T', K]`, noise `[B, T', I]`
     ctc: Callable[[Tensor], Tensor],    # CTC loss of each trial `[B]` from logits
-    frames: Tensor,                     # Frames of each trial `[B]`
+    frames: Tensor,                     # Frames per trial `[B]`
     noisy_weight: float,                # Weight of the adversary's CTC loss
     noise_weight: float,                # Weight of the noise's mean square
 ) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ class TripleGRUDecoder(Frontend):
         x: Tensor,                     # Features `[B, T, F]`, smoothed
         day_idx: Tensor,               # Day of each trial `[B]`
         mode: str = 'inference',       # Mode: `inference`, or `full` for training
-        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
+        n_bins: Tensor | None = None,  # Bins per trial `[B]`; None means T
         grl_lambda: float | Tensor | None = None, # Strength λ, a number or tensor `[]`; None means the configured one
         states: tuple[Tensor, Tensor] | None = None, # Initial states of noise and clean model; None means learned ones
         return_state: bool = False,    # Whether to also return the final states

@@ -39,7 +39,7 @@ class DayScaledAdam(RunOptimizer):
     def step(self, rates, days):
         for group in self.adam.param_groups:
             if not group['has_rows']: continue
-            device = group['params'][0].device # A compiler gets the days unchanged, as a mask
+            device = group['params'][0].device # For a compiler, `days` is already a mask
             group['rows'] = days if isinstance(days, Tensor) else \
                 torch.from_numpy(np.unique(days)).long().to(device, non_blocking=True)
         super().step(rates, days)
@@ -47,8 +47,8 @@ class DayScaledAdam(RunOptimizer):
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c012
 def make_optimizer(
     model: Encoder,    # Model, already on its device
-    cfg: TrainConfig,  # The run's `train` group
-    is_compiled: bool, # Whether a compiler traces the step, as for XLA
+    cfg: TrainConfig,  # Configuration group `train`
+    is_compiled: bool, # Whether the step is compiled, as for XLA
 ) -> RunOptimizer:
     "Optimiser for `train.optimizer` of a run."
     if cfg.optimizer == 'scaled_adam': return DayScaledAdam(model, cfg)

@@ -96,7 +96,7 @@ def _wide(per_row: Tensor, like: Tensor) -> Tensor:
 def _rms(p: Tensor) -> Tensor: return p.flatten(1).square().mean(1).sqrt()
 
 def new_state(
-    p: Tensor, # Parameters of one shape `[N, …]`
+    p: Tensor, # Parameters of the same shape `[N, …]`
 ) -> State:
     "Initial state: `exp_avg_sq` and `delta` `[N, …]`, others `[N]`."
     def zeros(): return torch.zeros(len(p), dtype=p.dtype, device=p.device)

@@ -55,7 +55,7 @@ class Dropout2(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        "`x` `[…]` with zeros at random, the rest scaled by 1/(1 − p)."
+        "Drop values of `x` `[…]` at random, scale the rest by 1/(1 − p)."
         p = value_of(self.p)
         return x if _is_off(p, self.training) else x * keep_mask(x, p) * (1 / (1 - p))
 
@@ -70,7 +70,7 @@ class Dropout3(nn.Module):
         self.shared_dim = shared_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        "`x` `[…]` with zeros at random, the rest scaled by 1/(1 − p)."
+        "Drop values of `x` `[…]` at random, scale the rest by 1/(1 − p)."
         p = value_of(self.p)
         if _is_off(p, self.training): return x
         return _DropLines.apply(x, keep_mask(x, p, self.shared_dim), 1 / (1 - p))

@@ -101,7 +101,7 @@ def set_batch_count(model: nn.Module, batch_count: float | Tensor) -> None:
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c019
 def bernoulli(p: float | Tensor, device: torch.device) -> bool | Tensor:
-    "`True` with probability `p`: a `bool` drawn on the host, or on XLA a tensor `[]` drawn on the device."
+    "True with probability `p`: a `bool` from the host, or on XLA a tensor `[]` from the device."
     if device.type == 'xla': return torch.rand((), device=device) < p
     return torch.rand(()).item() < float(p)
 

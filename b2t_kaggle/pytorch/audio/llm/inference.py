@@ -37,7 +37,7 @@ class Written(NamedTuple):
 def generate(
     llm: AudioLanguageModel, # Audio LLM in evaluation mode
     vectors: Tensor,       # Vectors of all trials `[B, N, D]`
-    n_vectors: Tensor,     # Number of vectors of each trial `[B]`
+    n_vectors: Tensor,     # Number of vectors per trial `[B]`
     beams: int = 4,        # Number of beams in the search
     max_tokens: int = 128, # Largest number of tokens in an answer
 ) -> list[Written]:

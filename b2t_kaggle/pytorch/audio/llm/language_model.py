@@ -20,7 +20,7 @@ from ..voice import AudioError
 
 # %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c005
 class AudioLanguageModel:
-    "A text model that reads vectors. It is not a module, so a model that holds one does not save its weights."
+    "Text model that reads vectors. It is not an `nn.Module`, so models that contain it do not save its weights."
     lora_layers: tuple[str, ...] = 'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'
 
     def __init__(self,

@@ -32,7 +32,7 @@ class EncoderOutput(NamedTuple):
     "Output of a `BrainEncoder` for a batch; padding contains arbitrary values."
     logits: Tensor    # CTC logits `[B, T', K]`
     vectors: Tensor   # Vectors for a language model `[B, N, D]`
-    n_vectors: Tensor # Number of vectors of each trial `[B]`
+    n_vectors: Tensor # Number of vectors per trial `[B]`
     out: Any = None   # The encoder's output, with states after the logits
 
 class BrainEncoder(nn.Module):
@@ -40,7 +40,7 @@ class BrainEncoder(nn.Module):
     def __init__(self,
         encoder: Encoder, # From `build_model`; its output is extended by the states
         dimension: int,   # Length of a vector, D
-        stack: int = 1,   # Frames that make a vector
+        stack: int = 1,   # Number of frames per vector
     ):
         "Raises `TrainingError` for an encoder without a linear `read_out`."
         super().__init__()
@@ -55,7 +55,7 @@ class BrainEncoder(nn.Module):
     def forward(self,
         x: Tensor,             # Features `[B, T, F]`, smoothed
         day_idx: Tensor,       # Day of each trial `[B]`
-        n_bins: Tensor | None = None, # Bins of each trial `[B]`; None means T
+        n_bins: Tensor | None = None, # Bins per trial `[B]`; None means T
         **training_args,       # The encoder's `training_args`, in a training step
     ) -> EncoderOutput:
         "Logits and vectors of each trial."
@@ -72,7 +72,7 @@ class Projector(nn.Module):
     def __init__(self,
         n_states: int,  # Length of a state, H
         dimension: int, # Length of a vector, D
-        stack: int = 1, # Frames that make a vector
+        stack: int = 1, # Number of frames per vector
     ):
         super().__init__()
         width = stack*n_states
@@ -101,7 +101,7 @@ class AudioLLM(Encoder):
     def __init__(self,
         encoder: Encoder,        # Acoustic model from `build_model`
         llm: AudioLanguageModel, # Audio LLM; gets LoRA layers if `lora_rank` is set
-        cfg: AudioConfig,        # The run's `audio` group
+        cfg: AudioConfig,        # Configuration group `audio`
     ):
         super().__init__(encoder.cfg, encoder.n_days)
         self.brain = BrainEncoder(encoder, llm.dimension, cfg.stack)
@@ -124,7 +124,7 @@ class AudioLLM(Encoder):
     def forward(self,
         x: Tensor,                      # Features `[B, T, F]`, smoothed
         day_idx: Tensor,                # Day of each trial `[B]`
-        n_bins: Tensor | None = None,   # Bins of each trial `[B]`; None means T
+        n_bins: Tensor | None = None,   # Bins per trial `[B]`; None means T
         targets: 'Targets | None' = None, # Targets of the trials, in a training step
         batches: float = 0.,            # Number of batches trained so far
         **training_args,                # The acoustic model's `training_args`
@@ -159,7 +159,7 @@ class Targets(NamedTuple):
     answers: list[tuple[int, ...]] # Tokens of each trial's sentence, with the end token
     sentence: Tensor               # Sentence ID of each trial, the same for equal sentences `[B]`
     vectors: Tensor | None         # Vectors of the audio tower `[B, M, D]`; None without a file of targets
-    n_vectors: Tensor | None       # Number of vectors of each trial `[B]`
+    n_vectors: Tensor | None       # Number of vectors per trial `[B]`
 
 class TargetLoader:
     "Loader of training targets by trial."
@@ -297,7 +297,7 @@ class BrainWhisper(AudioLLM):
 def audio_model(
     encoder: Encoder,        # Acoustic model from `build_model`
     llm: AudioLanguageModel, # Audio LLM from `load_audio_llm`
-    cfg: AudioConfig,        # The run's `audio` group
+    cfg: AudioConfig,        # Configuration group `audio`
 ) -> AudioLLM:
     "Combine an acoustic model and an audio LLM for training. Raises `TrainingError`."
     if isinstance(llm, WhisperReader): return BrainWhisper(encoder, llm, cfg)

@@ -142,7 +142,7 @@ def _output(self: Zipformer2, outputs: list[Tensor], x_lens: Tensor) -> tuple[Te
 @patch
 def forward(self: Zipformer2,
     x: Tensor,                                  # Frames `[T, B, C]`
-    x_lens: Tensor,                             # Frames of each trial `[B]`
+    x_lens: Tensor,                             # Frames per trial `[B]`
     src_key_padding_mask: Tensor | None = None, # True for padding `[B, T]`; None means no padding
 ) -> tuple[Tensor, Tensor]:
     "Output `[⌈T / 2⌉, B, widest]`, and the number of frames of each trial `[B]`."
