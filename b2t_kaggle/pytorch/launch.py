@@ -35,7 +35,7 @@ from ..training.recipe import TrainingError
 def train_of(
     cfg: Config, # The run's configuration
 ) -> Callable[..., dict]:
-    "Function `train` for a run."
+    "Training function for a configuration."
     if cfg.audio.llm is None: return train
     from b2t_kaggle.pytorch.audio.llm.trainer import train as train_audio_llm
     return train_audio_llm

@@ -103,7 +103,7 @@ def is_per_day(self: Encoder, name: str) -> bool:
 
 @patch
 def decays(self: Encoder, name: str, parameter: Tensor) -> bool:
-    "Whether weight decay applies to a parameter `[…]`, as for matrices but not biases and gains."
+    "Whether a parameter `[…]` has weight decay, as matrices but not biases and gains do."
     return parameter.ndim >= 2
 
 @patch
@@ -157,7 +157,7 @@ def load_training_state(self: Encoder, state: dict) -> None:
 @patch
 def reference_weights(self: Encoder, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
     "Part of this model that another implementation shares, and its weights `[…]` by name. Raises `ValueError`."
-    raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')
+    raise ValueError(f'model.name = {self.cfg.name} has no other implementation to take weights from')
 
 def with_term(
     losses: Tensor | dict[str, Tensor], # Loss of each trial `[B]`, or `loss` and its terms by name

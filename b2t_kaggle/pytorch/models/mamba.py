@@ -56,7 +56,7 @@ class MambaLayer(nn.Module):
         return (outs[0] if len(outs) == 1 else outs[0] + outs[1]), state
 
     def mix(self,
-        x: Tensor,              # Concatenated input of the convolution, and steps `[G, B, T', C + H]`
+        x: Tensor,              # Input of the convolution and steps, concatenated `[G, B, T', C + H]`
         inside: Tensor | None,  # False in the padding `[G, B, T', 1]`; None means no padding
         before: Tensor | None,  # Input of the convolution before the first frame `[G, B, K − 1, C]`; None means zeros
         states: Tensor | None,  # State of the recurrence before the first frame `[G·B, N, H, P]`; None means zeros
@@ -160,5 +160,5 @@ class Mamba(Frontend):
         return self._padded(x, day_idx, n_bins)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        "Whether weight decay applies to a parameter `[…]`, as for matrices and convolutions but not decays."
+        "Whether a parameter `[…]` has weight decay, as matrices and convolutions but not decays do."
         return parameter.ndim >= 2 and name.endswith('weight')

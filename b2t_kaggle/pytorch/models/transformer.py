@@ -185,7 +185,7 @@ def _by_day(self: Transformer, x: Tensor, day_idx: Tensor) -> Tensor:
 
 @patch
 def decays(self: Transformer, name: str, parameter: Tensor) -> bool:
-    "Whether weight decay applies to a parameter `[…]`, as for matrices but not distance biases."
+    "Whether a parameter `[…]` has weight decay, as matrices but not distance biases do."
     return super(Transformer, self).decays(name, parameter) and name != 'positions.bias'
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c038

@@ -145,7 +145,7 @@ def search(self: AudioLanguageModel, vectors: Tensor, n_vectors: Tensor, beams: 
     "Tokens of the best answers for each trial's vectors `[B, N, D]`, including tokens after their end."
     from transformers import GenerationConfig
     rows = self.decoder_inputs(vectors, n_vectors)
-    ranked = dict(length_penalty=0., early_stopping=False) if beams > 1 else {} # Not per token
+    ranked = dict(length_penalty=0., early_stopping=False) if beams > 1 else {} # Rank by total probability
     config = GenerationConfig(do_sample=False, num_beams=beams, num_return_sequences=beams,
                               max_new_tokens=max_tokens, eos_token_id=self.ends, pad_token_id=self.ends[0], **ranked)
     tokens = self.lm.generate(inputs_embeds=rows.inputs, attention_mask=rows.mask, generation_config=config)

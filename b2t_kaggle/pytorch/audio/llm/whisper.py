@@ -91,7 +91,7 @@ def search(self: WhisperReader, vectors: Tensor, n_vectors: Tensor, beams: int,
         states = self.decode(vectors.repeat_interleave(k, 0), n_vectors.repeat_interleave(k), prefixes.flatten(0, 1))
         log_probs = self.lm.proj_out(states[:, -1]).float().log_softmax(-1).unflatten(0, (B, k))
         log_probs[ended] = -torch.inf
-        log_probs[..., ends[0]] = log_probs[..., ends[0]].where(~ended, 0) # No other token, no cost
+        log_probs[..., ends[0]] = log_probs[..., ends[0]].where(~ended, 0) # Repeat the end at no cost
         scores, chosen = (scores[..., None] + log_probs).flatten(1).topk(beams)
         parents, tokens = chosen//log_probs.shape[2], chosen % log_probs.shape[2]
         begun = prefixes.gather(1, parents[..., None].expand(-1, -1, prefixes.shape[2]))

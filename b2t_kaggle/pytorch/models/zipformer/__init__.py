@@ -63,7 +63,7 @@ class Zipformer(Encoder):
     def load_training_state(self, state: dict) -> None: scaling.load_training_state(self, state)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        "Whether weight decay applies to a parameter `[…]`, as for matrices but not chunk-edge scales."
+        "Whether a parameter `[…]` has weight decay, as matrices but not chunk-edge scales do."
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
 
     def freeze(self) -> None:
