@@ -215,7 +215,7 @@ GOOD = dict(log_probs=torch.zeros(6, 2, 4), targets=torch.tensor([[1, 2, 3], [3,
     (dict(target_lengths=3), r'target_lengths must be one integer for each of the 2 trials.*found \[\]'),
     (dict(input_lengths=[6, 7]), r'input_lengths must lie between 0 and 6; found \[6, 7\]'),
     (dict(input_lengths=torch.tensor([6., 5.])), 'input_lengths must be one integer.*torch.float32'),
-    (dict(targets=torch.tensor([1, 2, 3, 3, 1])), 'need target_lengths on the host whose sum'),
+    (dict(targets=torch.tensor([1, 2, 3, 3, 1])), 'need target_lengths on the host that add up'),
     (dict(targets=torch.tensor([1, 2, 3, 3]), target_lengths=torch.zeros(2, dtype=torch.long, device='meta')),
      'need target_lengths on the host'),
 ])

@@ -554,7 +554,7 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
 
 def test_what_a_process_refuses_is_told_without_a_traceback(stores, tmp_path, capfd):
     from b2t_kaggle.pytorch.launch import launch
-    with pytest.raises(TrainingError, match='train.replay = true needs an XLA device'):
+    with pytest.raises(TrainingError, match='train.replay = true is for XLA'):
         launch(1, *stores, config(**{'train.replay': True}), tmp_path, progress=False)
     assert 'Traceback' not in capfd.readouterr().err
 

@@ -132,7 +132,7 @@ def _checked(log_probs: Tensor, targets: Tensor, frames: Tensor | Sequence[int],
     if targets.ndim == 1:
         # Reading lengths on a device would make the host wait
         if not n_labels.is_cpu or n_labels.sum() != len(targets):
-            raise ValueError('concatenated targets need target_lengths on the host whose sum is their number')
+            raise ValueError('concatenated targets need target_lengths on the host that add up to their number')
         targets = pad_sequence(targets.split(n_labels.tolist()), batch_first=True)
     if targets.is_cpu and n_labels.is_cpu:
         labels = targets[torch.arange(targets.shape[1]) < n_labels[:, None]]

@@ -79,10 +79,10 @@ class Replay:
         n_parts = trainer.cfg.train.accumulate
         if n_parts > 1:
             raise TrainingError('train.replay = true needs train.accumulate = 1; set train.replay to '
-                                f'false, or train.accumulate to 1 instead of {n_parts}')
+                                f'false, or train.accumulate to 1, now {n_parts}')
         has_inputs = type(trainer.model).training_inputs is not Encoder.training_inputs
         if has_inputs or trainer.model.training_state():
-            raise TrainingError('train.replay = true does not support models with extra inputs (audio.llm) or state '
+            raise TrainingError('train.replay = true is not for models with inputs of their own (audio.llm) or state '
                                 'besides weights (model.whiten=true); set it to false')
         self.trainer = trainer
         self.programs: dict[torch.Size, Program] = {}

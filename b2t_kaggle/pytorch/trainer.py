@@ -113,7 +113,8 @@ def check_device(cfg: TrainConfig, backend: Backend) -> None:
     "Prepare the process for a device. Raises `TrainingError` for an option that the device does not support."
     kind = backend.device.kind
     if cfg.replay and kind != 'xla':
-        raise TrainingError(f'train.replay = true needs an XLA device, and this device is {kind}; set it to false')
+        raise TrainingError(f'train.replay = true is for XLA, which records steps, and this device is {kind}; set it '
+                            'to false')
     if kind == 'cpu': keep_freed_memory()
 
 def freeze(model: Encoder) -> None:
@@ -122,8 +123,8 @@ def freeze(model: Encoder) -> None:
     for name, p in model.named_parameters():
         if not (model.is_per_day(name) or is_per_participant(name)): p.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        raise TrainingError('train.frozen = true leaves nothing to train: the model has no trainable day '
-                            'layers and no model.participants; set it to false')
+        raise TrainingError('train.frozen = true leaves nothing to train: the model has no layers per day that '
+                            'are trained, and no model.participants; set it to false')
 
 # %% ../../nbs/pytorch/12_trainer.ipynb #c013
 @patch
@@ -313,7 +314,7 @@ def _load(self: Trainer, checkpoint: Path | None) -> dict:
         return {}
     saved = load_file(checkpoint)
     if missing := [k for k in ('model_state_dict', 'optimizer_state_dict') if k not in saved]:
-        raise CheckpointError(f'{checkpoint}: has no {missing[0]}, expected a checkpoint to continue from (last.pt); '
+        raise CheckpointError(f'{checkpoint}: has no {missing[0]}, expected what a run saves to continue (last.pt); '
                               'remove it to start over')
     self.restore(saved, checkpoint)
     load_state(self.model, self.model.state_of(saved), checkpoint)
