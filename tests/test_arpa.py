@@ -1,4 +1,4 @@
-"ARPA files: what is written is read, in pieces of any size; a damaged file is refused with its line, or read."
+"ARPA files: reading restores what was written, in pieces of any size; damaged files raise an error with the line."
 import bz2
 import gzip
 import lzma
@@ -20,7 +20,7 @@ WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0
 
 @st.composite
 def models(draw):
-    "A model of any order whose sections may be empty; numbers as float32 holds them."
+    "A model of any order whose sections may be empty, with numbers that float32 represents."
     order = draw(st.integers(2, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = [len(WORDS), *(draw(st.integers(0, 12)) for _ in range(order - 1))]
@@ -38,7 +38,7 @@ def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
     parts = [Grams(*(x[i:i + size] for x in g)) for g in grams for i in range(0, len(g.ids), size)]
     write_arpa(path, WORDS, [len(g.ids) for g in grams], parts)
-    if sparse and not gz: # As SRILM writes: some backoffs missing; those that are left out read as 0
+    if sparse and not gz: # Like SRILM, which omits backoffs of 0
         lines = path.read_text().splitlines()
         lines = [x.rsplit('\t', 1)[0] if x.count('\t') == 2 and i % 2 else x for i, x in enumerate(lines)]
         path.write_text('\n'.join(lines) + '\n')
@@ -58,9 +58,9 @@ def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
 @settings(max_examples=150)
 @given(models(), st.integers(0, 10**6), st.binary(min_size=0, max_size=3), st.integers(0, 3), st.booleans())
 def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
-    """Bytes replaced, put in or cut out anywhere: the file can still be read, or `ArpaError` names file and line.
+    """Replace, insert or delete bytes anywhere: the file can still be read, or `ArpaError` names file and line.
 
-    For a compressed file that cannot be unpacked it names the file and the kind."""
+    If a compressed file cannot be unpacked, the error names the file and its kind."""
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
     write_arpa(path, WORDS, [len(g.ids) for g in grams], grams)
     data = path.read_bytes()
@@ -68,7 +68,7 @@ def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
     path.write_bytes(data[:at] + new + data[at + old:])
     try: read_arpa(path)
     except ArpaError as e:
-        found = 'line |not a whole (gzip|bzip2|xz) file'
+        found = 'line |damaged or cut-off (gzip|bzip2|xz) file'
         assert str(path) in str(e) and re.search(found, str(e))
 
 
@@ -98,12 +98,12 @@ def test_cut_gzip(tmp_path):
     unigrams = b''.join(b'-1\tw%d\t0\n' % i for i in range(5000))
     whole = gzip.compress(b'\\data\\\nngram 1=99999\n\n\\1-grams:\n' + unigrams)
     (tmp_path/'cut.arpa.gz').write_bytes(whole[:len(whole)//2])
-    with pytest.raises(ArpaError, match='cut.arpa.gz: not a whole gzip file'): read_arpa(tmp_path/'cut.arpa.gz')
+    with pytest.raises(ArpaError, match='cut.arpa.gz: damaged or cut-off gzip file'): read_arpa(tmp_path/'cut.arpa.gz')
     (tmp_path/'cut.arpa.gz').write_bytes(whole[:12])
-    with pytest.raises(ArpaError, match='cut.arpa.gz: not a whole gzip file'): read_counts(tmp_path/'cut.arpa.gz')
+    with pytest.raises(ArpaError, match='cut.arpa.gz: damaged or cut-off gzip'): read_counts(tmp_path/'cut.arpa.gz')
 
 
-# --- files as people have them
+# --- variants found in practice
 
 USUAL = """\\data\\
 ngram 1=5
@@ -126,7 +126,7 @@ ngram 3=1
 
 \\end\\
 """
-FORMS = { # Of the same model
+FORMS = { # Variants of the same model
     'as it is': USUAL,
     'heading': 'Made by a tool on some day\n\nngram models, see \\data\\ below\n' + USUAL,
     'byte order mark': '\ufeff' + USUAL,
@@ -147,7 +147,7 @@ FORMS = { # Of the same model
 @pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('pack', [bytes, gzip.compress, bz2.compress, lzma.compress])
 def test_forms_of_a_model(form, pack, tmp_path):
-    "Whatever the name, the first bytes say how it is compressed."
+    "The first bytes determine the compression, whatever the file name."
     path = tmp_path/('lm.arpa' if pack is not bytes else 'lm.arpa.gz')
     path.write_bytes(pack(FORMS[form].encode()))
     (tmp_path/'usual.arpa').write_text(USUAL)
@@ -177,7 +177,7 @@ def test_what_kenlm_refuses_is_written_for_it(tmp_path):
 
 @pytest.mark.parametrize('content, message', [
     (USUAL.replace('ngram 1=5', 'ngram 1=4'), r'line 11: the section of 1-grams has more .* correct the number there'),
-    (USUAL.replace('ngram 1=5', 'ngram 1=6'), r'line 12: the section of 1-grams has 5 entries, expected 6 as the head'),
+    (USUAL.replace('ngram 1=5', 'ngram 1=6'), r'line 12: the section of 1-grams has 5 entries, expected 6 as in the'),
     (USUAL.replace('ngram 3=1', 'ngram 3=2'), r'3-grams has 1 entries, expected 2'),
     (USUAL.replace('-0.77', 'nan'), r'line 7: found nan, expected a finite number'),
     (USUAL.replace('-0.77', 'inf'), r'line 7: found inf, expected a finite number'),
@@ -192,11 +192,11 @@ def test_what_kenlm_refuses_is_written_for_it(tmp_path):
     (USUAL.encode('utf-16'), r'line 1: found .*expected .data.'),
     (b'PK\x03\x04' + bytes(100), r'line 1: found .PK.*expected .data.'),
     (b'\x28\xb5\x2f\xfd' + bytes(100), r'line 1: found .*expected .data.'),
-    (USUAL.replace('left\t', 'go\t'), r"line 10: the word 'go' has a unigram already"),
+    (USUAL.replace('left\t', 'go\t'), r"line 10: the word 'go' has two unigrams"),
     (bytes(1000), r'expected .data.'),
-    (gzip.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole gzip file .* fetch or write it again'),
-    (bz2.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole bzip2 file'),
-    (lzma.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole xz file'),
+    (gzip.compress(USUAL.encode())[:-20], r'lm.arpa: damaged or cut-off gzip file .* fetch or write it again'),
+    (bz2.compress(USUAL.encode())[:-20], r'lm.arpa: damaged or cut-off bzip2 file'),
+    (lzma.compress(USUAL.encode())[:-20], r'lm.arpa: damaged or cut-off xz file'),
     (USUAL.replace('ngram 1=5', 'ngram 1=6').replace('-2\t<unk>', '-2\t<S>\n-2\t<unk>'), r'found <s> and <S>, which'),
 ])
 def test_what_is_refused(content, message, tmp_path):
@@ -212,6 +212,6 @@ def test_compressed_texts(pack, kind, tmp_path):
     path.write_bytes(pack.compress('\ufeffHow are you?\nFine.\n'.encode()))
     assert list(read_sentences(path)) == ['how are you', 'fine']
     path.write_bytes(path.read_bytes()[:-6])
-    with pytest.raises(ValueError, match=f'text.txt: not a whole {kind} file'): list(read_sentences(path))
+    with pytest.raises(ValueError, match=f'text.txt: damaged or cut-off {kind} file'): list(read_sentences(path))
     with open_text(tmp_path/'new.txt', 'wt') as f: f.write('plain')
     assert (tmp_path/'new.txt').read_bytes() == b'plain'

@@ -1,4 +1,4 @@
-"`b2t lm …`: each verb and option; where one fails, it reports why, and the file that was there before stays."
+"`b2t lm …`: each verb and option; a failing command reports why, and existing files stay unchanged."
 import errno
 import re
 
@@ -36,7 +36,7 @@ def ok(*args) -> str:
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    "Texts, and two models of one name, as every run has one."
+    "Texts, and two models with the same file name, as in the folders of runs."
     d = tmp_path_factory.mktemp('lm')
     for name, text in FILES.items():
         (d/name).parent.mkdir(exist_ok=True)
@@ -53,11 +53,11 @@ def made(tmp_path_factory):
     ('clean nothing.txt', 2, 'nothing.txt. does not exist'),
     ('build text.txt --vocab empty.txt', 1, 'empty.txt: no words'),
     ('build text.txt --prune 0,x', 2, "--prune.*'0,x' is not of the form 0,0,1"),
-    ('build text.txt --prune 1,0', 1, 'do not fall'),
+    ('build text.txt --prune 1,0', 1, 'in ascending order'),
     ('build text.txt --order 0', 1, 'order is 0'),
     ('build text.txt --threshold -1', 2, '--threshold.*-1.0 is not a share of 0 or more'),
     ('build text.txt --threshold nan', 2, '--threshold.*nan is not'),
-    ('build empty.txt --sentences', 1, 'the text holds no words'),
+    ('build empty.txt --sentences', 1, 'the text has no words'),
     ('mix a/lm.arpa b/lm.arpa --weights 0.5,x', 2, "--weights.*'0.5,x' is not of the form 0.7,0.3"),
     ('mix a/lm.arpa b/lm.arpa --weights inf,1', 2, "--weights.*'inf,1' is not"),
     ('mix a/lm.arpa b/lm.arpa --weights nan,1', 2, "--weights.*'nan,1' is not"),
@@ -117,12 +117,12 @@ def test_interrupted_pruning_leaves_the_old_model(made, tmp_path, monkeypatch):
 def test_mix(made, tmp_path):
     paths = [made/'a'/'lm.arpa', made/'b'/'lm.arpa']
     def weights(output):
-        "The number on the line of each model."
+        "Weight on the line of each model."
         lines = output.splitlines()
         return [float(next(x.split()[-1] for x in lines if x.startswith(str(p)))) for p in paths]
     assert weights(ok('mix', *paths, '-o', tmp_path/'given.arpa', '--weights', '3,1')) == [.75, .25]
     tuned = weights(ok('mix', *paths, '-o', tmp_path/'tuned.arpa', '--dev', made/'dev.txt'))
-    assert sum(tuned) == pytest.approx(1, abs=1e-5) and tuned[1] > .5 # It was made of that text
+    assert sum(tuned) == pytest.approx(1, abs=1e-5) and tuned[1] > .5 # It was built from that text
     assert all(w in NGram.load(tmp_path/n) for w in ('smith', 'dog') for n in ('given.arpa', 'tuned.arpa'))
 
 
@@ -133,7 +133,7 @@ def test_prune(made, tmp_path):
 
 
 def test_report(made):
-    "Models and texts of one name are told apart by their folders."
+    "Models and texts with the same file name are distinguished by their folders."
     models, texts = [made/'a'/'lm.arpa', made/'b'/'lm.arpa'], [made/'dev.txt', made/'x'/'dev.txt']
     fits, sizes = ok('report', *models, *(x for t in texts for x in ('--text', t))).split('\n\n')
     assert len(fits.splitlines()) == 2 + 4

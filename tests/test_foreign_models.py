@@ -1,4 +1,4 @@
-"Models and adapters of others that are damaged, incomplete or made to do harm: refused in one line, also early."
+"Damaged, incomplete or malicious models and adapters raise one-line errors, also in the early check."
 import json
 import shutil
 import struct
@@ -19,7 +19,7 @@ TEXT = ['how are you', 'is she old', 'i am fine thank you']*3
 
 @pytest.fixture(scope='module')
 def places(tmp_path_factory):
-    "A model, an adapter of it, and a model in a GGUF file."
+    "A model, an adapter for it, and a model in a GGUF file."
     folder = tmp_path_factory.mktemp('models')
     tiny_lm(folder/'model', 'llama', TEXT)
     finetune(*load_lm(folder/'model', device='cpu'), TEXT, folder/'adapter', epochs=1, progress=False)
@@ -28,7 +28,7 @@ def places(tmp_path_factory):
 
 
 def refusal(path):
-    "The message, which is the same when only names and shapes are read."
+    "The error message, which must be the same if only names and shapes are read."
     messages = []
     for weights in (True, False):
         with pytest.raises(LanguageModelError) as caught:
@@ -72,7 +72,7 @@ MODELS = {
     'memory': (with_json('config.json', hidden_size=10**6, vocab_size=10**7), 'its weights need about'),
     'text': (with_json('config.json', hidden_size='16'), "hidden_size': TypeError"),
     'fewer layers': (with_json('config.json', num_hidden_layers=1), 'config.json has no layer for'),
-    'code': (with_json('config.json', model_type='x', auto_map={'AutoConfig': 'x.C'}), 'code of its own'),
+    'code': (with_json('config.json', model_type='x', auto_map={'AutoConfig': 'x.C'}), 'its own Python code'),
     'tokens': (with_json('tokenizer.json', model=dict(type='Later')), 'not loaded'),
     'other tokens': (with_json('tokenizer.json', decoder=None, added_tokens=[]), "reads 'how are you' back as"),
     'shapes': (with_tensors('model.safetensors', lambda w: w | {'lm_head.weight': torch.zeros(3, 32)}),
@@ -122,7 +122,7 @@ def test_a_gguf_file_that_is_refused(places, tmp_path):
         (tmp_path/'it.gguf').write_bytes(content[:end])
         assert 'not loaded' in refusal(tmp_path/'it.gguf')
     (tmp_path/'it.gguf').write_bytes(content[:8] + bytes(8) + content[16:]) # No tensors
-    with pytest.raises(LanguageModelError, match='it has 0 weights, a model of its sizes has'):
+    with pytest.raises(LanguageModelError, match='it has 0 weights, its configuration needs'):
         load_lm(tmp_path/'it.gguf', device='cpu', weights=False)
 
 
@@ -133,12 +133,12 @@ def test_code_of_a_tokenizer_and_of_speech_models_is_not_run(tmp_path):
     for name in ('config', 'tokenizer_config', 'preprocessor_config'):
         (tmp_path/f'{name}.json').write_text(json.dumps(facts))
     for load in (AudioTower, TransformersVoice):
-        with pytest.raises(AudioError, match='it needs code of its own, which is not run'): load(tmp_path)
+        with pytest.raises(AudioError, match='it needs its own Python code, which is not run'): load(tmp_path)
     facts['model_type'] = 'llama'
     tiny_lm(tmp_path, 'llama', TEXT)
     with_json('tokenizer_config.json', tokenizer_class='C', auto_map={'AutoTokenizer': ['code.C', None]})(tmp_path)
     try: load_lm(tmp_path, device='cpu')
-    except LanguageModelError as e: assert 'code of its own' in str(e)
+    except LanguageModelError as e: assert 'its own Python code' in str(e)
     assert not (tmp_path/'was run').exists()
 
 

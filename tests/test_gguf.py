@@ -1,4 +1,4 @@
-"A language model in a GGUF file or behind an adapter: its scores, and what is damaged or missing."
+"Language models in GGUF files and with adapters: scores, and errors for damaged or missing files."
 import shutil
 
 import pytest
@@ -41,14 +41,14 @@ def test_a_file_that_ends_early_is_an_error(tmp_path, model):
 
 def test_a_folder_holds_one_model(tmp_path, model):
     other = shutil.copy(model, tmp_path/'other.gguf')
-    with pytest.raises(LanguageModelError, match=r'found 2 \(.*other.gguf, .*tiny.gguf\) GGUF files'):
+    with pytest.raises(LanguageModelError, match=r'found 2 GGUF files \(.*other.gguf, .*tiny.gguf\)'):
         load_lm(tmp_path, device='cpu')
-    (tmp_path/'other.gguf').write_bytes(b'\x80\x04pickle') # No such thing is ever loaded
+    (tmp_path/'other.gguf').write_bytes(b'\x80\x04pickle') # Pickles are never loaded
     with pytest.raises(LanguageModelError, match='other.gguf: expected GGUF'): load_lm(other, device='cpu')
 
 
 def test_an_adapter_stands_for_the_model_that_it_was_trained_for(tmp_path, model):
-    "Two trainings one after the other, by the command; each adapter is known by its folder alone."
+    "Train two adapters in sequence with the command; each adapter is loaded by its folder alone."
     (tmp_path/'text').write_text('\n'.join(TEXT))
     def finetune(*args):
         args = ['finetune', *map(str, args), str(tmp_path/'text'), '--epochs', '2', '-o']
@@ -92,5 +92,5 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkey
     monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', never)
     monkeypatch.setattr('b2t_kaggle.lm.llm.free_memory', lambda device: 100_000)
     for dtype, device in (('auto', 'cpu'), ('float32', 'cuda:0')):
-        message = f'in float32; {device} has 100 kB free, which is too little; take a smaller model, dtype bfloat16'
+        message = f'in float32; {device} has 100 kB free, which is too little; use a smaller model, dtype bfloat16'
         with pytest.raises(LanguageModelError, match=message): load_lm(tmp_path/'lm', dtype=dtype, device=device)

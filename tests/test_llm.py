@@ -1,4 +1,4 @@
-"Scores of language models against the plain computation: model classes, precisions, contexts, odd tokenizers, memory."
+"LLM scores agree with the plain computation: model classes, precisions, contexts, odd tokenizers, memory."
 import itertools
 import subprocess
 import sys
@@ -23,8 +23,8 @@ from b2t_kaggle.lm.causal import (
 )
 
 TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
-BENT = 'gemma2' # Its logits are transformed after the head
-NO_TREES = ('bloom', 'mamba') # No position numbers; a recurrence
+BENT = 'gemma2' # It transforms its logits after the head
+NO_TREES = ('bloom', 'mamba') # No position ids; recurrent
 TEXT = ['how does it keep the cost down', 'how does it keep the cast down', 'how does it', 'how',
         'you can see the code at this point', "we don't", 'how does it keep the cost down', 'a']
 words = st.lists(st.sampled_from('how does it keep the cost cast down a'.split()), min_size=1, max_size=7).map(' '.join)
@@ -35,13 +35,13 @@ def load(folder, **kw): return load_lm(folder, device='cpu', local_files_only=Tr
 
 @pytest.fixture(scope='module')
 def lms(tmp_path_factory):
-    "Models and tokenizers by kind, loaded as a user loads them."
+    "Models and tokenizers by kind, loaded with `load_lm`."
     folder = tmp_path_factory.mktemp('lms')
     return {kind: load(tiny_lm(folder/kind, kind, TEXT)) for kind in (*TREES, BENT, *NO_TREES)}
 
 
 def reference_score(model, tokenizer, text, context=''):
-    "One sentence, one row, a full log-softmax."
+    "Score one sentence as one row, with a full log-softmax."
     start = start_tokens(tokenizer)
     ids = start + tokenizer(f'{context} {text}' if context else text, add_special_tokens=False).input_ids
     given = max(1, len(start))
@@ -134,7 +134,7 @@ def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     texts = [' '.join(w) for w in itertools.product(*choices, ('cost', 'cast', 'code'))]
     sequences, given = token_sequences(tokenizer, texts)
     beginnings = {s[:i] for s in sequences for i in range(1, len(s))}
-    capabilities(model) # Tried before the count
+    capabilities(model) # Tests the model before calls are counted
     body = []
     head = []
     def count_states(m, args, kw, out): body.append(out.last_hidden_state.shape[:2].numel())
@@ -153,7 +153,7 @@ def test_beyond_a_sliding_window_rows_are_computed(tmp_path):
     assert max(map(len, token_sequences(tokenizer, TEXT)[0])) > 4
     expected = [reference_score(model, tokenizer, t) for t in TEXT]
     np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), expected, atol=1e-4)
-    model.config.sliding_window = None # Without it trees are used, whose mask has no window: the scores are wrong
+    model.config.sliding_window = None # Without it, trees are used, whose mask has no window, so the scores are wrong
     assert np.abs(score_sentences(model, tokenizer, TEXT) - expected).max() > 0.1
 
 
@@ -196,19 +196,19 @@ def test_a_score_that_is_no_number_is_an_error(tmp_path):
     assert np.isfinite(score_sentences(model, tokenizer, TEXT[:4])).all()
 
 
-@pytest.mark.filterwarnings('ignore:.*cannot score a prefix tree') # Nor anything else
+@pytest.mark.filterwarnings('ignore:.*cannot score a prefix tree') # Rows cannot be scored either
 def test_float16_that_overflows_is_named(tmp_path):
     tiny_lm(tmp_path, 'llama', TEXT)
     for dtype in ('float32', 'float16'):
         model, tokenizer = load(tmp_path, dtype=dtype)
         model.get_output_embeddings().weight.data *= 5e4
         if dtype == 'float32': assert np.isfinite(score_sentences(model, tokenizer, TEXT)).all()
-    message = r'in torch.float16; some models overflow in float16, then take bfloat16 or float32'
+    message = r'in torch.float16; some models overflow in float16: then use bfloat16 or float32'
     with pytest.raises(LanguageModelError, match=message): score_sentences(model, tokenizer, TEXT)
 
 
 def test_the_arguments_of_8_and_4_bits(monkeypatch, tmp_path):
-    "What would be asked of transformers where bitsandbytes is installed."
+    "Arguments passed to transformers if bitsandbytes is installed."
     from transformers import AutoModelForCausalLM
     folder = tiny_lm(tmp_path, 'opt', TEXT)
     model, _ = load(folder)
@@ -250,7 +250,7 @@ def test_what_transformers_complains_of_is_one_sentence(monkeypatch, tmp_path, e
 
 
 def test_imported_and_used_without_transformers():
-    "The module itself needs torch only; an error names what is missing."
+    "The module itself needs only torch; an error names the missing package."
     code = '''import sys
 sys.modules["transformers"] = None
 import importlib.util as u

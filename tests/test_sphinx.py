@@ -1,5 +1,5 @@
-"""CMU Sphinx's language models: what a slow writer writes bit by bit is read back, what is damaged is refused, and the
-stage `lm` mixes a general model in."""
+"""CMU Sphinx's language models: files of a slow bit-by-bit writer are read back, damaged files are refused, and the
+stage `lm` mixes in a general model."""
 import math
 import os
 import zipfile
@@ -31,14 +31,14 @@ GRAMS = [
 
 
 def as_dict(arpa):
-    "n-grams per order with their log10 probability and backoff."
+    "n-grams per order, with log10 probability and backoff."
     return [{' '.join(arpa.words[i] for i in ids): (p, b) for ids, p, b in zip(*map(np.ndarray.tolist, g))}
             for g in arpa.grams]
 
 
 @st.composite
 def models(draw):
-    "n-grams of 2 to 4 orders whose suffixes are all there, as in every trie."
+    "n-grams of 2 to 4 orders with all their suffixes, as in every trie."
     number = st.floats(-3, -.01).map(lambda x: round(x, 3))
     words = WORDS[:draw(st.integers(3, len(WORDS)))]
     orders = [{w: (draw(number), draw(number)) for w in words}]
@@ -79,7 +79,7 @@ def test_left_out_words_take_their_ngrams_along(tmp_path):
 
 
 def damaged(at, new):
-    "The model's file with other bytes at a place; a negative one counts from the end."
+    "The model's file with changed bytes at an offset; a negative offset counts from the end."
     data = bytearray(sphinx_file(GRAMS))
     at %= len(data)
     data[at:at + len(new)] = new
@@ -119,12 +119,12 @@ def test_refuses_wheels_without_the_model(tmp_path):
     data = bytearray(broken.read_bytes())
     data[1000:1010] = b'0123456789'
     broken.write_bytes(data)
-    with pytest.raises(SphinxError, match='broken.whl: not a whole zip archive'): read_sphinx(broken)
+    with pytest.raises(SphinxError, match='broken.whl: damaged or unreadable zip archive'): read_sphinx(broken)
 
 
 @pytest.mark.parametrize('offset, value, message', [(8, 1, 'is encrypted'), (10, 99, 'compression method')])
 def test_refuses_wheels_that_cannot_be_read(offset, value, message, tmp_path):
-    "In one line with the file's name; the two headers of a member say the same."
+    "The one-line error names the file; both headers of the zip member are changed."
     wheel = tmp_path/'odd.whl'
     with zipfile.ZipFile(wheel, 'w') as archive: archive.writestr('model/en-us.lm.bin', sphinx_file(GRAMS))
     data = bytearray(wheel.read_bytes())
@@ -153,14 +153,14 @@ def test_the_installed_package_and_its_licence(tmp_path):
 
 
 def _wheels():
-    "The real wheel, where the environment names it or it lies in ../shared."
+    "The real wheel, from the environment variable or ../shared."
     if path := os.environ.get('B2T_POCKETSPHINX'): return [Path(path)]
     return sorted((Path(__file__).parents[2]/'shared').glob('pocketsphinx-*.whl'))
 
 
 @pytest.mark.skipif(not _wheels(), reason='the wheel of pocketsphinx is not here; name it in B2T_POCKETSPHINX')
 def test_the_english_model():
-    "Counts, and log-probabilities that pocketsphinx itself gives, in its integers to the base 1.0001."
+    "Counts and log-probabilities agree with pocketsphinx, which gives integers to the base 1.0001."
     model = read_sphinx(_wheels()[0])
     assert [len(g.ids) for g in model.arpa.grams] == [72_500, 2_048_918, 1_668_601]
     assert 'Carnegie Mellon University' in model.licence
@@ -188,7 +188,7 @@ def lm_stage(folder, val=VAL, **values):
 
 
 def test_a_run_without_a_general_model(tmp_path, capsys):
-    "The model of the transcripts as it always was; one line says how many words it lacks and what to give."
+    "The model is built from the transcripts; one line says how many words it lacks and what to do."
     details = lm_stage(tmp_path)
     expected = build_ngram(TRAIN, tmp_path/'expected.arpa', order=3)
     assert (tmp_path/'lm'/'lm.arpa').read_bytes() == expected.read_bytes()
@@ -199,7 +199,7 @@ def test_a_run_without_a_general_model(tmp_path, capsys):
 
 @pytest.mark.parametrize('repeat, note', [(1, 'Equal weights: val has 11 words'), (20, 'Weights tuned on 220 words')])
 def test_a_run_with_a_general_model(repeat, note, tmp_path, capsys):
-    "Mixed with the transcripts and with other text; words that only the general model knows can be decoded."
+    "It is mixed with transcripts and other text; words that only the general model knows can be decoded."
     grams = [{'<s>': (-99, 0), '</s>': (-.5, 0)} | {w: (-1.2, 0) for w in 'us am see the house qwxz'.split()},
              {'see us': (-.1, 0)}]
     (tmp_path/'general.lm.bin').write_bytes(sphinx_file(grams))
@@ -217,7 +217,7 @@ def test_a_run_with_a_general_model(repeat, note, tmp_path, capsys):
 
 
 def test_real_sentences_fit_the_mixture_better(tmp_path):
-    "Perplexity of real sentences; the general model is as good as it was measured elsewhere."
+    "Perplexity of real sentences; the general model is as good as previously measured."
     shared = Path(__file__).parents[2]/'shared'/'t15'
     if not _wheels(): pytest.skip('the wheel of pocketsphinx is not here; name it in B2T_POCKETSPHINX')
     if not shared.exists(): pytest.skip('../shared/t15 is not beside the repository')

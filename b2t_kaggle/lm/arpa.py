@@ -29,7 +29,7 @@ from ..core.reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_fil
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
 class ArpaError(ValueError):
-    "An ARPA file with a fault; the message names file and line."
+    "Fault in an ARPA file; the message names file and line."
 
 class Grams(NamedTuple):
     "n-grams of one order."
@@ -40,11 +40,11 @@ class Grams(NamedTuple):
 class Arpa(NamedTuple):
     "The contents of an ARPA file."
     words: list[str]   # Word of each id
-    grams: list[Grams] # n-grams per order, unigrams first, in the file's order; unigram i is word i
+    grams: list[Grams] # n-grams per order from 1 up, in the file's order; unigram i is word i
 
 # %% ../../nbs/lm/00_arpa.ipynb #c010
 class ArpaReader:
-    """Iterate over the n-grams of an ARPA file in `Grams` of at most `size`.
+    """Iterate over the n-grams of an ARPA file, in `Grams` of at most `size`.
 
     `words` and `ids` are complete after the unigrams. Raises an `ArpaError` that names file and line."""
     def __init__(self,
@@ -53,14 +53,14 @@ class ArpaReader:
     ):
         self.path = Path(path)
         self.size = size
-        self.counts = []    # n-grams per order, from the head of the file
+        self.counts = []    # n-grams per order, from the header
         self.line = 0       # Number of the last line read
         self.ids = {}       # Number of each word, spelled as in the file
-        self._unigrams = [] # Log-probabilities of the words, piece by piece
+        self._unigrams = [] # Log-probabilities of the words, in pieces
 
     @property
     def words(self) -> list[str]:
-        "The word of each id: in lower case if the file has it only with capitals, `<unk>` also for `<UNK>`."
+        "The word of each id, in lower case unless another word has that spelling; `<UNK>` becomes `<unk>`."
         return _names(self.ids, np.concatenate([np.empty(0, np.float32), *self._unigrams]))
 
     def __iter__(self) -> Iterator[Grams]:
@@ -76,33 +76,33 @@ class ArpaReader:
         self.fail(f'the file ends here, expected {expected}; it is cut off, fetch or write it again')
 
 # %% ../../nbs/lm/00_arpa.ipynb #c013
-_OPENERS = {b'\x1f\x8b': gzip.open, b'BZh': bz2.open, b'\xfd7zXZ\x00': lzma.open} # By the first bytes
+_OPENERS = {b'\x1f\x8b': gzip.open, b'BZh': bz2.open, b'\xfd7zXZ\x00': lzma.open} # By magic number
 
-_NO_TEXT = re.compile(rb'[\0-\x08\x0e-\x1f]') # Bytes that every gzip file has near its beginning
+_NO_TEXT = re.compile(rb'[\0-\x08\x0e-\x1f]') # Control bytes, near the beginning of all gzip files
 
 def _opener(path: str | Path):
-    "The function that opens a file; a `.gz` file that begins with text was already unpacked."
+    "The function that opens a file; a `.gz` file that begins with text counts as unpacked."
     with open(path, 'rb') as f: begin = f.read(6)
     openers = (opener for magic, opener in _OPENERS.items() if begin.startswith(magic))
     return next(openers, gzip.open if str(path).endswith('.gz') and _NO_TEXT.search(begin) else open)
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[None]:
-    "Raise `ReadError` if a compressed file that is read in the block is damaged or truncated."
+    "Raise `ReadError` if a compressed file, read in the `with` block, is damaged or truncated."
     try: yield
     except (OSError, zlib.error, lzma.LZMAError, EOFError) as e:
-        if isinstance(e, OSError) and e.errno is not None: raise # From the system
+        if isinstance(e, OSError) and e.errno is not None: raise # From the operating system
         kind = {bz2.open: 'bzip2', lzma.open: 'xz'}.get(_opener(path), 'gzip')
-        raise ReadError(f'{path}: not a whole {kind} file ({e}); fetch or write it again') from None
+        raise ReadError(f'{path}: damaged or cut-off {kind} file ({e}); fetch or write it again') from None
 
 def open_text(
-    path: str | Path, # The file; one to be written is gzipped if it ends in `.gz`
-    mode: str,        # Mode as for `open`; a `b` opens it as bytes
+    path: str | Path, # The file; written with gzip if its name ends in `.gz`
+    mode: str,        # Mode as for `open`; with `b` for bytes
 ):
-    """Open a UTF-8 text file; a byte order mark at its beginning is left out.
+    """Open a UTF-8 text file; a byte order mark at its beginning is skipped.
 
-    Bytes that are not UTF-8 raise `UnicodeDecodeError` when they are read, endless lines `ReadError`.
-    Words in another encoding, from an `ArpaReader`, are written unchanged."""
+    Reading raises `UnicodeDecodeError` for bytes that are not UTF-8, and `ReadError` for overlong lines.
+    Bytes of another encoding in an `ArpaReader`'s words are written unchanged."""
     if 'r' in mode:
         check_is_file(path)
         f = limit_lines(_opener(path)(path, 'rb'), path)
@@ -112,11 +112,11 @@ def open_text(
     return opener(path, mode, encoding='utf-8', errors='surrogateescape')
 
 def is_kenlm_binary(path: str | Path) -> bool:
-    "Whether a file begins like KenLM's binary models. Raises `ArpaError` for a Kaldi graph, or a folder with one."
+    "Whether a file begins like a KenLM binary. Raises `ArpaError` for a Kaldi graph or a folder with one."
     graph = Path(path)/'TLG.fst'
     with open(graph if graph.is_file() else path, 'rb') as f: begin = f.read(8)
-    if begin.startswith(b'\xd6\xfd\xb2\x7e'): # OpenFst's first bytes
-        raise ArpaError(f'{path}: a Kaldi graph, which only Kaldi searches; give the ARPA file that it was made from, '
+    if begin.startswith(b'\xd6\xfd\xb2\x7e'): # OpenFst's magic number
+        raise ArpaError(f'{path}: a Kaldi graph, which only Kaldi can search; give the ARPA file it was built from, '
                         'or a public model (`b2t lm get`), or text (lm.texts)')
     return begin == b'mmap lm '
 
@@ -129,10 +129,10 @@ def _format_lines(words: list[str], grams: Grams, with_backoff: bool) -> Iterato
     return (f'{p:.7g}\t{w}\n' for p, w in zip(log_prob, text))
 
 def write_arpa(
-    path: str | Path,       # File to write; .gz is compressed
+    path: str | Path,       # File to write; gzipped if it ends in .gz
     words: list[str],       # Word of each id
     counts: list[int],      # n-grams per order
-    grams: Iterable[Grams], # The n-grams, in pieces of any size, low orders first
+    grams: Iterable[Grams], # The n-grams, in pieces of any size, lowest order first
 ) -> None:
     "Write an ARPA file. Raises `ValueError` if `counts` are wrong, `files.WriteError` if the disk is full."
     counts = [*counts, *[0]*(2 - len(counts))] # KenLM needs at least a bigram model
@@ -149,19 +149,19 @@ def write_arpa(
                 piece = next(pieces, None)
         f.write('\n\\end\\\n')
         if written != counts or piece is not None:
-            raise ValueError(f'{path}: {written} n-grams came, expected {counts}')
+            raise ValueError(f'{path}: found {written} n-grams, expected {counts}')
 
 # %% ../../nbs/lm/00_arpa.ipynb #c021
 _ZERO_PROBABILITY = -99. # log10, as SRILM writes it
 _MINUS_INFINITY = {b'-inf', b'-infinity', b'-1.#inf', b'-1.#inf00'}
-_LARGEST = float(np.finfo(np.float32).max) # Largest number that an n-gram can store
+_LARGEST = float(np.finfo(np.float32).max) # Largest float32
 
 def _quoted(word: bytes) -> str:
-    "A word, or the beginning of a long one, for an error."
+    "A word in quotes for an error message, shortened if it is long."
     return repr(word[:60].decode(errors='replace') + ('…' if len(word) > 60 else ''))
 
 def _parse_number(field: bytes) -> float:
-    "A finite number, minus infinity as -99; raises a `ValueError` that says what was found."
+    "Parse a finite number; minus infinity becomes -99. Raises `ValueError` with the field."
     if field.lower() in _MINUS_INFINITY: return _ZERO_PROBABILITY
     text = field[:20].decode(errors='replace')
     try: number = float(field)
@@ -170,7 +170,7 @@ def _parse_number(field: bytes) -> float:
     return number
 
 def _parse_line(line: bytes, n: int, ids: dict[bytes, int]) -> tuple[list[int], float, float]:
-    "One n-gram; raises a `ValueError` that says what was found and expected."
+    "Parse one n-gram; raises a `ValueError` that says what was found and expected."
     fields = line.split()
     if len(fields) not in (n + 1, n + 2):
         raise ValueError(f'found {len(fields)} fields, expected a log-probability, {n} words and perhaps a backoff')
@@ -185,8 +185,8 @@ def _parse_line(line: bytes, n: int, ids: dict[bytes, int]) -> tuple[list[int], 
 
 # %% ../../nbs/lm/00_arpa.ipynb #c024
 class WordTable(NamedTuple):
-    "A hash table of words with open addressing, whose size is a power of two."
-    keys: np.ndarray # Hash of a word, -1 where free [size] int64
+    "A hash table of words with open addressing; its size is a power of two."
+    keys: np.ndarray # Hash of a word, -1 in free slots [size] int64
     ids: np.ndarray  # Number of the word [size] int32
 
 @_jit
@@ -198,7 +198,7 @@ def _hash(text, begin, end):
 
 @_jit
 def _slot(keys, key):
-    "Place of `key`, or the free place where it belongs."
+    "Slot of `key`, or the free slot where it belongs."
     at = key & (len(keys) - 1)
     while keys[at] != key and keys[at] >= 0: at = (at + 1) & (len(keys) - 1)
     return at
@@ -223,13 +223,13 @@ def _look_up(table, text, starts):
     return ids
 
 def _joined(words: Collection[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    "Joined words [characters + 1] uint8; beginning of each word, and end of the last [W + 1]."
+    "Concatenated words [bytes + 1] uint8; offset of each word, and the end of the last [W + 1]."
     return np.frombuffer(b''.join(words) + b' ', np.uint8), np.cumsum([0, *map(len, words)])
 
 def word_table(
     words: Collection[bytes], # Distinct words
 ) -> WordTable:
-    "Number words in the order in which they come."
+    "Number words in the given order."
     size = 1 << (2*len(words) + 2).bit_length()
     table = WordTable(np.full(size, -1), np.zeros(size, np.int32))
     _fill(table, *_joined(words))
@@ -239,7 +239,7 @@ def word_ids(
     table: WordTable,         # From `word_table`
     words: Collection[bytes], # Any words
 ) -> np.ndarray:              # Numbers of the words [W] int32, -1 for unknown words
-    "Look words up."
+    "Look up the numbers of words."
     return _look_up(table, *_joined(words))
 
 # %% ../../nbs/lm/00_arpa.ipynb #c029
@@ -264,7 +264,7 @@ def _number(text, begin, end):
     i = begin + 1 if negative else begin
     value = 0
     digits = 0
-    decimals = -1 # Before the point
+    decimals = -1 # No point yet
     while i < end and (_ZERO <= text[i] <= _NINE or text[i] == _POINT and decimals < 0):
         if text[i] == _POINT: decimals = 0
         else:
@@ -279,7 +279,7 @@ def _number(text, begin, end):
 # %% ../../nbs/lm/00_arpa.ipynb #c031
 @_jit
 def _parse_lines(text, at, row, table, grams):
-    "Read n-grams, except unigrams' ids, from text[at:] into grams[row:], until an unusual line: its row and place."
+    "Parse n-grams (unigrams without ids) from text[at:] into grams[row:], up to an unusual line: its row and offset."
     n = grams.ids.shape[1]
     while row < len(grams.ids):
         begin, end = _field(text, at)
@@ -303,7 +303,7 @@ def _parse_lines(text, at, row, table, grams):
     return row, at
 
 # %% ../../nbs/lm/00_arpa.ipynb #c034
-_BYTES_PER_NGRAM = 4 # At least: a number, a tab, a word, a newline
+_BYTES_PER_NGRAM = 4 # At least a digit, a tab, a letter and a newline
 _MAX_HEADING_BYTES = 1 << 16
 
 @patch
@@ -336,7 +336,7 @@ def _read_counts(self: ArpaReader, f: BinaryIO) -> str:
         if not match: self.fail(f'found {line[:40]!r}, expected ngram {len(self.counts) + 1}=COUNT')
         self.counts.append(int(match[1]))
         if sum(self.counts)*_BYTES_PER_NGRAM > max(SMALL_BYTES, n_bytes):
-            self.fail(f'found {line[:40]!r}, more n-grams than the file has room for')
+            self.fail(f'found {line[:40]!r}, more n-grams than the file can hold')
     if not self.counts: self.fail(f'found {line[:40]!r}, expected ngram 1=COUNT; write the file again')
     return line
 
@@ -352,16 +352,16 @@ def _open_arpa(path: Path) -> Iterator[BinaryIO]:
 def read_counts(
     path: str | Path, # ARPA file, plain or .gz
 ) -> list[int]:       # n-grams per order, unigrams first
-    "Numbers of n-grams according to the head of an ARPA file; raises an `ArpaError` that names file and line."
+    "Numbers of n-grams in the header of an ARPA file; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     with _open_arpa(reader.path) as f: reader._read_counts(f)
     return reader.counts
 
 _FEW_LINES = 250      # Lines read between two checks of their size
-_MANY_BYTES = 1 << 24 # Stop reading lines after so many bytes
+_MANY_BYTES = 1 << 24 # Stop reading lines after this many bytes
 
 def _next_lines(f: BinaryIO, n: int) -> list[bytes]:
-    "Up to n lines; fewer at the end of the file, or if they are long."
+    "Up to n lines; fewer at the end of the file or if the lines are long."
     lines = []
     n_bytes = 0
     while len(lines) < n and n_bytes < _MANY_BYTES and (more := list(islice(f, min(_FEW_LINES, n - len(lines))))):
@@ -370,19 +370,19 @@ def _next_lines(f: BinaryIO, n: int) -> list[bytes]:
     return lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c039
-_MARKS = b'<s>', b'</s>', b'<unk>' # Some files have them in capitals
+_MARKS = b'<s>', b'</s>', b'<unk>' # Special tokens; some files have them in capitals
 _FREQUENT = 'the of and to a in is you that it he was for on are as with his they i want not we do what no yes'.split()
 
 def in_capitals(
     vocabulary: Container[str], # A set of words, or a KenLM model
 ) -> bool:
-    "Whether a vocabulary has more of the most frequent words of English in capitals than in lower case."
+    "Whether a vocabulary has more of the most frequent English words in capitals than in lower case."
     return sum(w.upper() in vocabulary for w in _FREQUENT) > sum(w in vocabulary for w in _FREQUENT)
 
 def _lower_names(words: list[str], log_prob: np.ndarray) -> list[str]:
     "The words, in lower case and with straight apostrophes unless another word has that spelling."
     all_words = set(words)
-    best: dict[str, int] = {} # Most probable word for each name
+    best: dict[str, int] = {} # Most probable word for each new name
     for i, word in enumerate(words):
         name = word.replace('’', "'").lower()
         if name in all_words or word.startswith('<'): continue
@@ -394,12 +394,12 @@ def _lower_names(words: list[str], log_prob: np.ndarray) -> list[str]:
 def _names(words: Iterable[bytes], log_prob: np.ndarray) -> list[str]:
     "The words of a file in the kit's spelling."
     names = [(w.lower() if w.lower() in _MARKS else w).decode(errors='surrogateescape') for w in words]
-    if in_capitals(set(names)): # Small letters for capitals and back, so that distinct words stay distinct
+    if in_capitals(set(names)): # Swap upper and lower case, so that distinct words stay distinct
         names = [w.swapcase() if w.swapcase().swapcase() == w and not w.startswith('<') else w for w in names]
     return _lower_names(names, log_prob)
 
 # %% ../../nbs/lm/00_arpa.ipynb #c042
-_CORRECT_HEAD = 'correct the number there, or write the file again'
+_CORRECT_HEAD = 'correct the header, or write the file again'
 
 @patch
 def _read_sections(self: ArpaReader, f: BinaryIO) -> Iterator[Grams]:
@@ -414,15 +414,15 @@ def _read_sections(self: ArpaReader, f: BinaryIO) -> Iterator[Grams]:
         start = 0
         while start < count:
             lines = _next_lines(f, min(self.size, count - start))
-            if not lines: self._fail_to_find(f'{count:,} {n}-grams, as its head says', '')
+            if not lines: self._fail_to_find(f'{count:,} {n}-grams, as in the header', '')
             self.line += len(lines)
             is_whole = lines[-1].endswith(b'\n') # Otherwise the last word may be incomplete
             yield self._parse(lines, n, start, table)
             start += len(lines)
         heading = self._next_line(f)
         if heading and not heading.startswith('\\'):
-            self.fail(f'the section of {n}-grams has more than {count} entries, expected {count} as the head of '
-                      f'the file says; {_CORRECT_HEAD}')
+            self.fail(f'the section of {n}-grams has more than {count} entries, expected {count} as in '
+                      f'the header; {_CORRECT_HEAD}')
     if heading != '\\end\\' and (heading or not is_whole): self._fail_to_find('\\end\\', heading)
 
 @patch
@@ -431,14 +431,14 @@ def _number_words(self: ArpaReader, lines: list[bytes], first_line: int) -> None
         if len(fields) < 2: continue
         new = len(self.ids)
         if self.ids.setdefault(fields[1], new) != new:
-            self.fail(f'the word {_quoted(fields[1])} has a unigram already, expected each word once', line_number)
+            self.fail(f'the word {_quoted(fields[1])} has two unigrams, expected each word once', line_number)
     for mark in _MARKS:
         if mark in self.ids and mark.upper() in self.ids:
             self.fail(f'found {mark.decode()} and {mark.upper().decode()}, which mean the same, among the unigrams')
 
 @patch
 def _parse(self: ArpaReader, lines: list[bytes], n: int, start: int, table: WordTable) -> Grams:
-    "The n-grams of the last lines read, the first of which is number `start` of the section."
+    "Parse the last lines read; the first of them is entry `start` of its section."
     out = Grams(np.empty((len(lines), n), np.int32), *np.empty((2, len(lines)), np.float32))
     first_line = self.line - len(lines) + 1
     if n == 1:
@@ -449,8 +449,8 @@ def _parse(self: ArpaReader, lines: list[bytes], n: int, start: int, table: Word
     while row < len(lines):
         line = lines[row]
         if not line.strip() or line.startswith(b'\\'):
-            self.fail(f'the section of {n}-grams has {start + row} entries, expected {self.counts[n - 1]} as the '
-                      f'head of the file says; {_CORRECT_HEAD}', first_line + row)
+            self.fail(f'the section of {n}-grams has {start + row} entries, expected {self.counts[n - 1]} as in '
+                      f'the header; {_CORRECT_HEAD}', first_line + row)
         try: out.ids[row], out.log_prob[row], out.backoff[row] = _parse_line(line, n, self.ids)
         except ValueError as e: self.fail(str(e), first_line + row)
         row, at = _parse_lines(text, at + len(line), row + 1, table, out)
@@ -460,7 +460,7 @@ def _parse(self: ArpaReader, lines: list[bytes], n: int, start: int, table: Word
 # %% ../../nbs/lm/00_arpa.ipynb #c045
 def read_arpa(
     path: str | Path, # ARPA file, plain or .gz
-) -> Arpa:            # The whole model, its words in lower case
+) -> Arpa:            # The whole model, with words in lower case
     "Read an n-gram model into memory; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     pieces = defaultdict(list) # N-grams of each order
@@ -472,7 +472,7 @@ def read_arpa(
 # %% ../../nbs/lm/00_arpa.ipynb #c048
 def model_words(
     path: str | Path, # ARPA file, plain or .gz
-) -> list[str]:       # Words in lower case, without marks such as `<s>`
+) -> list[str]:       # Words in lower case, without special tokens
     "The words of an n-gram model; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     for piece in reader:

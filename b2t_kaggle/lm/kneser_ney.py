@@ -33,7 +33,7 @@ def _tokenize(sentences: Iterable[str]) -> tuple[np.ndarray, list[str]]:
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c011
 class CountTable(NamedTuple):
-    "The distinct n-grams of one order [M each, int32], sorted from their last word backwards."
+    "The distinct n-grams of one order [M] int32, sorted by their words from last to first."
     first: np.ndarray   # First word
     suffix: np.ndarray  # Row of the n-gram without its first word, one order below
     context: np.ndarray # Row of the n-gram without its last word, one order below
@@ -92,7 +92,7 @@ def _count_ngrams(tokens: np.ndarray, n_words: int, order: int, part: int = 4_00
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c024
 def _adjusted_counts(tables: list[CountTable], n: int) -> np.ndarray:
-    "Adjusted counts of `tables[n]`: kinds of left neighbour; occurrences at the highest order and after `<s>`."
+    "Adjusted counts of `tables[n]`: distinct left neighbours; occurrences at the highest order and after `<s>`."
     t = tables[n]
     if n == len(tables) - 1: adjusted = t.count
     else:
@@ -101,7 +101,7 @@ def _adjusted_counts(tables: list[CountTable], n: int) -> np.ndarray:
     if n > 0: return adjusted
     return np.where(np.isin(t.first, (UNK, BOS)), 0, adjusted) # These two are never predicted
 
-FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5) # lmplz's, for text too small or too artificial to estimate them
+FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5) # From lmplz, for text too small or artificial to estimate them
 
 def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool]:
     "Discounts of adjusted counts 0 to 3 or more [4] (Chen and Goodman, 1998, eq. 26), and whether they are fallbacks."
@@ -117,7 +117,7 @@ def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c027
 def _select_ngrams(tables: list[CountTable], prune: list[int], allowed: np.ndarray) -> list[np.ndarray]:
-    "Rows of each order to keep: allowed words, counts above `prune`, and always the special words."
+    "Mask of rows to keep, per order: allowed words and counts above `prune`, or special words."
     keep = []
     inside = allowed
     for n, (t, threshold) in enumerate(zip(tables, prune)):
@@ -132,21 +132,21 @@ class Estimate(NamedTuple):
     "The estimated model of one order, for the rows of its `CountTable`."
     log_prob: np.ndarray # log10 p(last word | context) [M] float32; undefined for pruned n-grams
     backoff: np.ndarray  # log10 γ of this n-gram as a context [M] float32
-    fallback: bool       # Whether its discounts are the fallback
+    fallback: bool       # Whether it used `FALLBACK_DISCOUNTS`
 
 def kneser_ney(
-    tables: list[CountTable], # From `count_ngrams`
-    keep: list[np.ndarray],   # From `select_ngrams`, per order [M] bool
-) -> Iterator[Estimate]:      # One at a time, unigrams first
+    tables: list[CountTable], # Counts per order, unigrams first
+    keep: list[np.ndarray],   # Masks of n-grams to keep, per order [M] bool
+) -> Iterator[Estimate]:      # Estimates per order, unigrams first
     """Interpolated modified Kneser-Ney estimates of all orders (Chen and Goodman, 1998; Heafield et al., 2013)."""
     lower = np.ones(1) # Probabilities of the order below; below unigrams there is only the empty context
-    estimate: Estimate | None = None # Its estimate, without backoffs
+    estimate: Estimate | None = None # Estimate of the order below, without backoffs
     last_plain = True  # lmplz gives the last n-gram of an order its plain count
     for n, (t, is_kept) in enumerate(zip(tables, keep)):
         adjusted = _adjusted_counts(tables, n)
         last_plain = last_plain and t.first[-1] != BOS and n < len(tables) - 1
         discounts, fallback = _discounts(adjusted, t.count[-1] if last_plain else None)
-        discount = np.where(is_kept, discounts[np.minimum(adjusted, 3)], adjusted) # A pruned n-gram gives all it has
+        discount = np.where(is_kept, discounts[np.minimum(adjusted, 3)], adjusted) # Pruned n-grams give all mass
         total = np.bincount(t.context, weights=adjusted, minlength=len(lower))
         gamma = np.divide(np.bincount(t.context, weights=discount, minlength=len(lower)), total,
                           out=np.ones(len(lower)), where=total > 0)
@@ -172,7 +172,7 @@ def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:
     return ids
 
 def _grams(tables: list[CountTable], keep: list[np.ndarray], fallbacks: list[int], size: int = 200_000):
-    "The selected n-grams of all orders; appends orders with fallback discounts to a list."
+    "Yield the selected n-grams of all orders; add orders with fallback discounts to `fallbacks`."
     for n, (is_kept, estimate) in enumerate(zip(keep, kneser_ney(tables, keep)), 1):
         if estimate.fallback: fallbacks.append(n)
         rows = np.flatnonzero(is_kept)
@@ -180,16 +180,16 @@ def _grams(tables: list[CountTable], keep: list[np.ndarray], fallbacks: list[int
             yield Grams(_word_ids(tables, n, part), estimate.log_prob[part], estimate.backoff[part])
 
 def estimate_arpa(
-    sentences: Iterable[str], # Words separated by spaces
-    path: str | Path,         # ARPA file to write; .gz is compressed
+    sentences: Iterable[str], # Sentences, as words separated by spaces
+    path: str | Path,         # ARPA file to write; gzipped if it ends in .gz
     order: int,               # Highest order n
-    prune: list[int],         # Leave out n-grams that occur at most so often, per order
-    vocab: set[str] | None,   # Keep only n-grams of these words; None: of all words
-) -> list[int]:               # Orders that have `FALLBACK_DISCOUNTS`
+    prune: list[int],         # Leave out n-grams with at most this count, per order
+    vocab: set[str] | None,   # Keep only n-grams of these words; None keeps all
+) -> list[int]:               # Orders that used `FALLBACK_DISCOUNTS`
     "Estimate a model and write it as an ARPA file."
     tokens, words = _tokenize(sentences)
     tables = _count_ngrams(tokens, len(words), order)
-    del tokens # 4 bytes a word of text
+    del tokens # Free 4 bytes per word of text
     allowed = np.array([vocab is None or i <= EOS or w in vocab for i, w in enumerate(words)])
     keep = _select_ngrams(tables, prune, allowed)
     fallbacks = []

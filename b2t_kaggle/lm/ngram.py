@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 LN10 = math.log(10)
 
 def _spellings(word: str) -> list[str]:
-    "A word in lower case as it may be written: with capitals, and with a curly apostrophe."
+    "Possible spellings of a lower-case word, with capitals and with a curly apostrophe."
     parts = re.split("([-'])", word)
     name = re.sub('^Mc.', lambda m: m[0][:2] + m[0][2:].upper(), word.capitalize())
     forms = [word, word.capitalize(), ''.join(p.capitalize() for p in parts), name, word.upper()]
     return list(dict.fromkeys([*forms, *(f.replace("'", '’') for f in forms)]))
 
 class NGram:
-    "An n-gram model in KenLM. Scores are natural logs. Words are in lower case, even if the model has capitals."
+    "An n-gram model in KenLM. Scores are natural logs. Give words in lower case, even if the model has capitals."
     def __init__(self,
         model: 'kenlm.Model', # Model from `load_kenlm`
         path: str | Path,     # The model's file
@@ -67,10 +67,10 @@ class NGram:
         # KenLM's messages may contain bytes of the file or absurd counts
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e:
             message = ' '.join(str(e).split())[:300]
-        if is_kenlm_binary(path): raise ValueError(f'{path}: not a KenLM binary that can be read; {message}')
+        if is_kenlm_binary(path): raise ValueError(f'{path}: not a readable KenLM binary; {message}')
         for _ in ArpaReader(path): pass # Raises an error for the first wrong line
-        raise ValueError(f'{path}: an ARPA file that KenLM refuses and load_ngram reads; `b2t lm prune {path} '
-                         '-o NEW.arpa --threshold 0` writes it in the form that KenLM reads')
+        raise ValueError(f'{path}: KenLM refuses this ARPA file, but load_ngram reads it; `b2t lm prune {path} '
+                         '-o NEW.arpa --threshold 0` rewrites it for KenLM')
 
     def spell(self, word: str) -> str:
         "The model's spelling of a word."
@@ -87,8 +87,8 @@ class NGram:
 
     def score(self,
         words: str | Iterable[str], # A sentence of normalised words
-        bos: bool = True,           # Whether it begins a sentence
-        eos: bool = True,           # Whether to add the probability that the sentence ends here
+        bos: bool = True,           # Whether `<s>` precedes the words
+        eos: bool = True,           # Whether `</s>` follows the words
     ) -> float:
         "Natural-log probability of a sentence; unknown words count as `<unk>`."
         sentence = words if isinstance(words, str) else ' '.join(words)
@@ -102,7 +102,7 @@ class NGram:
 
     def word_scores(self,
         sentence: str, # Normalised words, separated by spaces
-    ) -> tuple[np.ndarray, np.ndarray]: # Natural-log probabilities [N + 1]; which words are unknown [N + 1]
+    ) -> tuple[np.ndarray, np.ndarray]: # Natural-log probabilities [N + 1]; mask of unknown words [N + 1]
         "The probability of each word of a sentence, and of its end."
         log10_probs, _, unknown = zip(*self._full_scores(sentence))
         return LN10*np.array(log10_probs), np.array(unknown, bool)
@@ -114,7 +114,7 @@ class NGram:
 def load_kenlm(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary
 ) -> 'kenlm.Model':
-    """KenLM's model of a file. Raises an `ImportError` that says what to install, or `OSError`, `RuntimeError` or
+    """Load a file with KenLM. Raises an `ImportError` that says what to install, or `OSError`, `RuntimeError` or
     `EOFError` with KenLM's message."""
     is_binary = is_kenlm_binary(path)
     try:
@@ -136,37 +136,37 @@ def load_kenlm(
 
 # %% ../../nbs/lm/07_ngram.ipynb #c012
 def _long_enough(sentences: Iterable[str], order: int) -> Iterator[str]:
-    "Yield the sentences; after the last one raise `ValueError` if none is long enough for that order."
+    "Yield the sentences; after the last one, raise `ValueError` if all are too short for that order."
     longest = 0
     for s in sentences:
         longest = max(longest, s.count(' ') + 1)
         yield s
-    if not longest: raise ValueError('the text holds no words; give files or sentences with some')
+    if not longest: raise ValueError('the text has no words; give files or sentences with words')
     if longest + 2 < order:
         raise ValueError(f'order is {order}, but the longest sentence of the text has {longest} words; '
                          f'expected order at most {longest + 2}')
 
 # %% ../../nbs/lm/07_ngram.ipynb #c013
 def build_ngram(
-    texts: str | Path | Iterable[str | Path],  # Text files (plain or .gz, one sentence a line), sentences, or both
-    out_path: str | Path,                      # ARPA file to write; .gz is compressed
+    texts: str | Path | Iterable[str | Path],  # Text files (plain or .gz, one sentence per line), sentences, or both
+    out_path: str | Path,                      # ARPA file to write; gzipped if it ends in .gz
     order: int = 3,                            # Highest order n
-    vocab: Iterable[str] | None = None,        # Keep only n-grams of these words; None: of all words
-    prune: Iterable[int] = (0,), # Leave out n-grams that occur at most so often, per order; the last holds for the rest
-    clean: bool = False,                       # Turn written text into sentences first, with `clean_text`
+    vocab: Iterable[str] | None = None,        # Keep only n-grams of these words; None: all
+    prune: Iterable[int] = (0,), # Leave out n-grams with at most this count, per order; the last also for higher ones
+    clean: bool = False,                       # Clean written text first, with `clean_text`
     numbers: bool = False,                     # When cleaning, write numbers in words
     *,
-    left_out: Counter | None = None,           # Counts the sentences that cleaning leaves out, by their reason
+    left_out: Counter | None = None,           # Counter to update with omitted sentences, by reason
 ) -> Path:                                     # `out_path`
     """Build an interpolated modified Kneser-Ney n-gram model and write it as an ARPA file.
 
     Warns if the text is too small to estimate discounts, so that `FALLBACK_DISCOUNTS` are used. Raises `ValueError`
-    for an empty text or impossible parameters, `FileNotFoundError` for a missing text. Smoothing follows Chen and
+    for an empty text or impossible parameters, `FileNotFoundError` for a missing file. Smoothing follows Chen and
     Goodman (1998)."""
     if order < 1: raise ValueError(f'order is {order}; expected 1 or more')
     prune = list(prune)[:order]
     if not prune or prune != sorted(prune) or prune[0] < 0:
-        raise ValueError(f'prune is {prune}; expected thresholds that do not fall, such as (0, 0, 1)')
+        raise ValueError(f'prune is {prune}; expected thresholds in ascending order, such as (0, 0, 1)')
     prune += prune[-1:]*(order - len(prune))
     vocab = None if vocab is None else set(normalize_words(vocab))
     sentences = _long_enough(clean_text(texts, numbers, None, left_out) if clean else read_sentences(texts), order)
@@ -178,10 +178,10 @@ def build_ngram(
 # %% ../../nbs/lm/07_ngram.ipynb #c017
 def perplexity_report(
     lm: 'NGram | Automaton',                      # The model
-    texts: dict[str, str | Path | Iterable[str]], # Name of each text and the text, as `read_sentences` takes it
+    texts: dict[str, str | Path | Iterable[str]], # Texts for `read_sentences`, by name
 ) -> 'pd.DataFrame': # One row per text
     "Sentences, words, out-of-vocabulary words (number, share, the most frequent), perplexity without and with them."
-    import pandas as pd  # Here, because a decoder need not wait for it
+    import pandas as pd  # Imported here, because decoders do not need it
     def perplexity(log_prob, n): return math.exp(-log_prob/n) if n else math.nan
     rows = []
     for name, text in texts.items():
@@ -204,7 +204,7 @@ def perplexity_report(
     return pd.DataFrame(rows).set_index('text')
 
 # %% ../../nbs/lm/07_ngram.ipynb #c020
-MANY_OOV = 0.03 # Share of a text's words
+MANY_OOV = 0.03 # Share of words that triggers advice
 
 def oov_advice(
     rate: float, # Share of the words of val that are out of vocabulary
@@ -213,9 +213,9 @@ def oov_advice(
     "Advice if many words cannot be decoded, otherwise empty."
     if not rate > MANY_OOV: return ''
     return (f'{percent(rate)} of the words of val cannot be decoded, because they are not among the {n_words:,} that '
-            'the language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '
-            'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches '
-            'holds one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
+            'the language model has, and each costs an error or more. Give text with --set lm.texts=[FILE], or a '
+            'general model to mix in with --set lm.general=FILE (the wheel from `pip download pocketsphinx --no-deps` '
+            'contains one), or a complete model with --set lm.path=FILE (`b2t lm get` lists some)')
 
 # %% ../../nbs/lm/07_ngram.ipynb #c022
 def model_report(
@@ -232,7 +232,7 @@ def model_report(
 
 # %% ../../nbs/lm/07_ngram.ipynb #c030
 class LanguageModel(Protocol):
-    "Methods that an n-gram model must have, such as `lm.automaton.Automaton` and `lm.ngram.NGram`."
+    "Interface of n-gram models such as `lm.automaton.Automaton` and `lm.ngram.NGram`."
     def score(self, words: str, bos: bool = True, eos: bool = True) -> float: ...
 
 class Frequencies:
@@ -242,7 +242,7 @@ class Frequencies:
         self._known = {}
 
     def __call__(self, text: str) -> float:
-        "The sum over the words of a normalised text."
+        "Sum over the words of a normalised text."
         for word in text.split():
             if word not in self._known: self._known[word] = self._lm.score(word, bos=False, eos=False)
         return sum(self._known[word] for word in text.split())
@@ -250,7 +250,7 @@ class Frequencies:
 def context_gain(
     text: str,          # Normalised words
     lm: LanguageModel,  # n-gram model
-    alone: Frequencies, # Frequencies of the same model
+    alone: Frequencies, # Word frequencies under the same model
 ) -> float:
-    "Gain in nats per word from the context of each word."
+    "Gain from the context of each word, in nats per word."
     return (lm.score(text, bos=False, eos=False) - alone(text))/max(1, len(text.split()))

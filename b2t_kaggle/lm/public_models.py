@@ -31,10 +31,10 @@ class PublicModel:
     order: int
     n_words: int # Size of the vocabulary
     licence: str
-    authors: str # Names that the licence requires
+    authors: str # Names to credit, as the licence requires
     note: str = ''
-    checksum: str | None = None # `sha256:…`; without it the file's own CRC is compared
-    files: tuple[str, ...] = () # Files of a folder for `LexiconBeamDecoder.from_folder`, whose address is the link
+    checksum: str | None = None # `sha256:…`; without it the file's own CRC is checked
+    files: tuple[str, ...] = () # Files at the link, for a folder that `LexiconBeamDecoder.from_folder` loads
 
 def _imagineville(name: str, size: int, perplexity: float) -> PublicModel:
     return PublicModel(
@@ -77,7 +77,7 @@ MODELS = {model.name: model for model in (
 _MEMORY_PER_BYTE = 3.2 # Estimated bytes of the search's arrays for each byte of a gzipped ARPA file
 
 def list_models() -> str:
-    "A table of the models, a line each."
+    "A table of the models, with one line per model."
     def memory(m): return 'as needed' if m.files else f'about {format_size(int(_MEMORY_PER_BYTE*m.size))}'
     rows = [dict(name=m.name, download=format_size(m.size), memory=memory(m), order=m.order,
                  words=f'{m.n_words:,}', licence=m.licence.partition(',')[0], text=m.note)
@@ -86,9 +86,9 @@ def list_models() -> str:
 
 # %% ../../nbs/lm/12_public_models.ipynb #c012
 def find_model(
-    name: str, # One of `MODELS`
+    name: str, # Name of a model in `MODELS`
 ) -> PublicModel:
-    "Raises `ValueError` for another name."
+    "Look up a public model. Raises `ValueError` for an unknown name."
     if name in MODELS: return MODELS[name]
     advice = did_you_mean(name, MODELS, '`b2t lm get` lists them')
     raise ValueError(f'{name!r} is not a public model{advice}')
@@ -102,15 +102,15 @@ def address(self: PublicModel) -> str:
     addresses = sorted(link for link in links if re.fullmatch(self.link, link.rpartition('/')[2]))
     if len(addresses) == 1: return addresses[0]
     raise DownloadError(f'{self.page}: found {len(addresses)} links to a file like {self.link}, expected one; the page '
-                        'has changed: download the model with a browser, and use it by lm.path=FILE')
+                        'has changed: download the model with a browser, and use it with lm.path=FILE')
 
 def get_model(
     name: str,                        # Name of a public model
-    folder: str | Path | None = None, # Folder for it; None: the user's cache
+    folder: str | Path | None = None, # Folder for the model; None: the user's cache
     progress: bool = False,           # Show a progress bar
 ) -> Path: # A gzipped ARPA file or a folder, with its licence beside it (`….licence.json`)
-    """Fetch a model with its licence, unless it has been fetched before. Raises `ValueError` for an unknown name,
-    `DownloadError`, `OSError`."""
+    """Download a model with its licence, unless it is there already. Raises `ValueError` for an unknown name,
+    `DownloadError` or `OSError`."""
     model = find_model(name)
     folder = Path(folder or user_cache('models'))
     path = folder/(name if model.files else f'{name}.arpa.gz')

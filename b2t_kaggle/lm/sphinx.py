@@ -55,7 +55,7 @@ def read_sphinx(
                 if licences: licence = read_member(archive, licences[0]).decode(errors='replace')
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as e:
             if isinstance(e, SphinxError): raise
-            raise SphinxError(f'{path}: not a whole zip archive that can be read ({e}); fetch it again') from None
+            raise SphinxError(f'{path}: damaged or unreadable zip archive ({e}); fetch it again') from None
     else:
         data = path.read_bytes()
         # The file is in the folder model/en-us beside the package
@@ -65,7 +65,7 @@ def read_sphinx(
 
 def import_sphinx(
     source: str | Path,   # Model, or wheel of pocketsphinx
-    out_path: str | Path, # ARPA file to write; .gz is compressed
+    out_path: str | Path, # ARPA file to write; gzipped if it ends in .gz
 ) -> SphinxModel:
     "Write a language model of CMU Sphinx as an ARPA file, and its licence next to it as `NAME.LICENSE`."
     model = read_sphinx(source)
@@ -76,7 +76,7 @@ def import_sphinx(
     return model
 
 def is_sphinx(
-    path: str | Path, # A file
+    path: str | Path, # File to check
 ) -> bool:
     "Whether `path` is a language model of CMU Sphinx or a wheel."
     if zipfile.is_zipfile(path): return True
@@ -84,7 +84,7 @@ def is_sphinx(
 
 
 # %% ../../nbs/lm/13_sphinx.ipynb #c011
-_MAX_ORDER = 5  # Pocketsphinx reads no larger one
+_MAX_ORDER = 5  # Highest order that pocketsphinx reads
 _N_VALUES = 65536
 _PADDING = 8
 
@@ -97,7 +97,7 @@ class _Blocks:
     def fail(self, problem: str): raise SphinxError(f'{self.name}: {problem}; fetch it again')
 
     def take(self, dtype, count: int, section: str) -> np.ndarray:
-        "The next `count` numbers; raises `SphinxError` if the file has fewer."
+        "Read the next `count` numbers; raises `SphinxError` if the file has fewer."
         size = np.dtype(dtype).itemsize*count
         left = len(self.data) - self.at
         if left < size: self.fail(f'the file ends within {section}: found {left:,} bytes, expected {size:,}')
@@ -106,7 +106,7 @@ class _Blocks:
 
 # %% ../../nbs/lm/13_sphinx.ipynb #c013
 def _unpack(packed: np.ndarray, count: int, widths: Sequence[int]) -> list[np.ndarray]:
-    "The fields of packed entries whose lowest bits come first."
+    "Unpack the fields of entries whose lowest bits come first."
     eight_bytes = np.ndarray(len(packed) - 7, '<u8', packed, strides=(1,)) # Starting at each byte
     first_bit = np.arange(count)*sum(widths)
     fields = []
@@ -126,7 +126,7 @@ class _Level(NamedTuple):
 
 @patch
 def read_counts(self: _Blocks) -> list[int]:
-    "n-grams per order; raises `SphinxError` for another kind of file."
+    "Read the n-gram counts; raises `SphinxError` for another kind of file."
     magic = self.data[:len(_MAGIC)]
     if magic != _MAGIC: self.fail(f'begins with {magic!r}, expected {_MAGIC!r}: not a trie of CMU Sphinx')
     self.at = len(_MAGIC)
@@ -138,7 +138,7 @@ def read_counts(self: _Blocks) -> list[int]:
 
 @patch
 def read_levels(self: _Blocks, counts: list[int]) -> list[_Level]:
-    "The n-grams of all orders."
+    "Read the n-grams of all orders."
     order = len(counts)
     values = [self.take('<f4', _N_VALUES, 'the values') for _ in range(2*order - 3)]
     log_probs = values[::2]
@@ -158,7 +158,7 @@ def read_levels(self: _Blocks, counts: list[int]) -> list[_Level]:
 # %% ../../nbs/lm/13_sphinx.ipynb #c020
 @patch
 def word_ids(self: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
-    "The words of the n-grams of each order that can be reached [M, n], in reading order."
+    "Word ids of the reachable n-grams of each order [M, n], in reading order."
     n_words = len(levels[0].word) - 1
     ids = [np.arange(n_words, dtype=np.int32)[:, None]]
     for n, (level, below) in enumerate(zip(levels[1:], levels), 2):
