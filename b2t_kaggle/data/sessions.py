@@ -29,22 +29,22 @@ from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
 N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power
-_FEATURES_OF = {'t12': 256} # Participants with another number; of T12's electrodes 128 are used
+_FEATURES_OF = {'t12': 256} # Participants with another number; 128 of T12's electrodes are used
 PADDED_LENGTH = 500  # Length of seq_class_ids and transcription
 SPLITS = ('train', 'val', 'test')
 
 @dataclass(frozen=True)
 class Trial:
-    "One sentence as it was recorded."
+    "One recorded sentence."
     session: str                       # Recording day, `t15.2023.08.13`
     split: str                         # `train`, `val` or `test`
     key: str                           # Name of the group in the file, `trial_0000`
     block: int                         # Block of the recording day, the file's `block_num`
     trial: int                         # Number within the block, the file's `trial_num`
-    features: np.ndarray               # Float32 [T, F], F from `n_features`
-    class_ids: np.ndarray | None       # Integer [S], unpadded; `None` in the test split
+    features: np.ndarray               # Float32 [T, F], where F is `n_features(session)`
+    class_ids: np.ndarray | None       # Phoneme classes [S], unpadded; `None` in the test split
     sentence: str | None               # Text that was shown to the participant; `None` in the test split
-    is_instruction: bool | None = None # Whether the label is an instruction; by default the sentence decides
+    is_instruction: bool | None = None # Whether the label is an instruction; `None`: judge by the sentence
 
     def __post_init__(self):
         if self.is_instruction is None:
@@ -54,7 +54,7 @@ class Trial:
 def participant_of(
     session: str, # Session name
 ) -> str:
-    "Participant of a session, t15 of t15.2023.08.13; empty for a name without a date."
+    "Participant of a session: t15 for t15.2023.08.13; empty for a name without a date."
     return session.rpartition('.')[0].split('.')[0]
 
 def by_participant(
@@ -68,13 +68,13 @@ def by_participant(
 def n_features(
     session: str, # Session name
 ) -> int:
-    "Number of features in a bin of a session."
+    "Number of features per bin of a session."
     return _FEATURES_OF.get(participant_of(session), N_FEATURES)
 
 # %% ../../nbs/data/00_sessions.ipynb #c008
 @dataclass(frozen=True)
 class Problem:
-    "A fault of a file; `str` is one line without control characters."
+    "A fault in a file; its `str` is one line without control characters."
     file: str
     trial: str
     field: str
@@ -88,7 +88,7 @@ class Problem:
         return printable(f'{place}: found {self.found}, expected {self.expected}; {self.advice}')
 
 class SessionError(ValueError):
-    "Data that cannot be used; `problem` holds file, trial and field, what was found and expected, and what to do."
+    "Data that cannot be used; `problem` names file, trial and field, what was found and expected, and what to do."
     def __init__(self, problem: Problem):
         super().__init__(str(problem))
         self.problem = problem
@@ -115,7 +115,7 @@ def session_path(
     session: str,         # Session name
     split: str,           # `train`, `val` or `test`
 ) -> Path:
-    "Path of the file of a session's split, whether or not it is there."
+    "Path of the file of a session's split, whether or not it exists."
     if split not in SPLITS: raise ValueError(f'split is {split!r}, expected one of {", ".join(SPLITS)}')
     return Path(data_dir)/session/f'data_{split}.hdf5'
 
@@ -133,7 +133,7 @@ def _fields(split: str, n: int = N_FEATURES) -> dict[str, str]:
     return _COMMON | {'input_features': f'float32 [T, {n}]'} | (_LABELS if split != 'test' else {})
 
 def _has_type(value, kind: str) -> bool:
-    "Whether a value has a type, in the words of `_fields`."
+    "Whether a value has a type, which is described as in `_fields`."
     if kind == 'text': return isinstance(value, str)
     value = np.asarray(value)
     if kind.startswith('float32'):
@@ -211,11 +211,11 @@ def _check_transcription(raw: dict) -> _Faults:
 # %% ../../nbs/data/00_sessions.ipynb #c022
 def _problems(raw: dict, file: str | Path, key: str, session: str, split: str, dtype: str = 'float32',
               subset: list[int] | None = None) -> list[Problem]:
-    "All problems of a trial; `dtype` and `subset` are the stored type and features."
+    "All problems of a trial; `dtype` and `subset` are the type and the features to store."
     faults = list(_check_types(raw, split, n_features(session)))
     checked = set(_fields(split)) - {field for field, *_ in faults}
     if 'session' in checked and raw['session'] != session:
-        advice = "the file lies in another session's folder, or its attribute is wrong"
+        advice = "the file is in another session's folder, or its attribute is wrong"
         faults.append(('session', _short(raw['session']), session, advice))
     if 'input_features' in checked: faults += _check_features(raw, checked, np.dtype(dtype), subset)
     if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
@@ -235,12 +235,12 @@ def _identify(path: str | Path) -> tuple[str, str]:
     return session, split
 
 # %% ../../nbs/data/00_sessions.ipynb #c028
-# Errors of h5py for damaged files, depending on the place
+# Errors that h5py raises for damaged files
 _DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
 _LONGEST = dict(input_features=MAX_BINS, seq_class_ids=MAX_LABELS, transcription=MAX_LABELS)
 
 def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
-    "The values of a dataset; if its type or shape is wrong, an empty array with these."
+    "The values of a dataset; if its type or shape is wrong, zeros of this type and shape."
     dataset = reading.open_dataset(group, field)
     outline = np.broadcast_to(np.zeros((), dataset.dtype), dataset.shape or ())
     if not _has_type(outline, _fields('train', n)[field]): return outline
@@ -250,7 +250,7 @@ def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
     return dataset[()]
 
 def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
-    "Datasets and attributes of a trial of `n` features; an `Exception` replaces an unreadable value."
+    "Datasets and attributes of a trial with `n` features; an `Exception` replaces an unreadable value."
     raw = {}
     for field in _COMMON | _LABELS:
         try:
@@ -269,7 +269,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str
     if not keys: report('', 'no trials', 'groups trial_0000, trial_0001, …', 'remove the file, or fetch it again')
     gaps = [(key, f'trial_{i:04d}') for i, key in enumerate(keys) if key != f'trial_{i:04d}']
     for key, expected in gaps[:1]:  # One gap shifts all later names
-        advice = 'trials are numbered from trial_0000 without a gap; number them again'
+        advice = 'renumber the trials from trial_0000 on, without a gap'
         report(key, f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
         try:
@@ -277,7 +277,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str
             is_group = isinstance(item := f.get(key), h5py.Group)
         except KeyError: is_group = False # A broken link
         except ReadError as e:
-            report(key, str(e), 'a group with datasets and attributes', 'it is left alone')
+            report(key, str(e), 'a group with datasets and attributes', 'it is not read')
             continue
         if is_group: groups[key] = item
         else: report(key, 'no readable group', 'a group with datasets and attributes', _FETCH)
@@ -288,20 +288,20 @@ def _trial_numbers(raw: dict) -> tuple[int, int] | None:
     return int(raw['block_num']), int(raw['trial_num'])
 
 def _check_duplicate(raw: dict, path: str | Path, key: str, seen: dict) -> Iterator[Problem]:
-    "A warning if another trial had the same numbers; `seen` has the place of each so far."
+    "Yield a warning if an earlier trial had the same numbers; `seen` has their places."
     numbers = _trial_numbers(raw)
     if numbers is None: return
     place = f'{Path(path).name} {key}'
     first = seen.setdefault(numbers, place)
     if first != place:
         yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again',
-                      'each trial once in a session', f'it is in {first} too; remove one of them', 'warning')
+                      'each trial once in a session', f'it is also in {first}; remove one of them', 'warning')
 
 # %% ../../nbs/data/00_sessions.ipynb #c034
 def tidy_bad_trials(
-    bad_trials: dict | None, # `{session: {block: [trial, …]}}`, blocks as numbers or as text
-) -> dict[str, dict[str, list[int]]]: # The same, blocks as text and trials sorted, as JSON can hold it
-    "Bad trials in one form. Raises `SessionError` for a block or trial that is not a number."
+    bad_trials: dict | None, # `{session: {block: [trial, …]}}`, with blocks as numbers or text
+) -> dict[str, dict[str, list[int]]]: # The same for JSON: blocks as text, trials sorted
+    "Normalise bad trials. Raises `SessionError` for a block or trial that is not a number."
     tidy = {}
     for session, blocks in (bad_trials or {}).items():
         try:
@@ -317,7 +317,7 @@ def tidy_bad_trials(
 # %% ../../nbs/data/00_sessions.ipynb #c037
 def _scan(path: str | Path, seen: dict, bad_trials: dict | None = None, dtype: str = 'float32',
           subset: list[int] | None = None) -> Iterator[tuple[dict | None, str, list[Problem]]]:
-    "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
+    "Yield (raw, key, problems) for each trial of a file; raw is `None` for problems of the file as a whole."
     session, split = _identify(path)
     bad = tidy_bad_trials(bad_trials).get(session, {})
     def file_problem(fault, advice): return Problem(str(path), '', '', fault, 'a readable HDF5 file', advice + _FETCH)
@@ -347,10 +347,10 @@ def _scan(path: str | Path, seen: dict, bad_trials: dict | None = None, dtype: s
 # %% ../../nbs/data/00_sessions.ipynb #c038
 def iter_trials(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
-    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; otherwise they are marked
-    bad_trials: dict | None = None,  # Trials to leave out, as in `tidy_bad_trials`
+    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; else `is_instruction` marks them
+    bad_trials: dict | None = None,  # Trials to leave out, as for `tidy_bad_trials`
 ) -> Iterator[Trial]:
-    "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first that is unusable."
+    "Yield the trials of a file in key order, reading one at a time. Raises `SessionError` at the first unusable one."
     session, split = _identify(path)
     for raw, key, problems in _scan(path, {}, bad_trials):
         for problem in problems:
@@ -364,15 +364,15 @@ def iter_trials(
 def read_session(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`
-    bad_trials: dict | None = None,  # Trials to leave out, as in `tidy_bad_trials`
+    bad_trials: dict | None = None,  # Trials to leave out, as for `tidy_bad_trials`
 ) -> list[Trial]:
-    "All trials of a file in key order. Raises `SessionError` at the first trial that cannot be used."
+    "Read all trials of a file in key order. Raises `SessionError` at the first unusable trial."
     return list(iter_trials(path, drop_instructions, bad_trials))
 
 # %% ../../nbs/data/00_sessions.ipynb #c041
 @patch
 def _raw(self: Trial, path: Path) -> dict:
-    "The trial as it is stored in the file `path`. Raises `SessionError` for labels that do not fit."
+    "The trial as it is stored in the file `path`. Raises `SessionError` for missing or long labels."
     raw = dict(input_features=np.asarray(self.features), n_time_steps=len(self.features), session=self.session,
                block_num=self.block, trial_num=self.trial)
     if self.split == 'test': return raw
@@ -391,7 +391,7 @@ def _raw(self: Trial, path: Path) -> dict:
 
 # %% ../../nbs/data/00_sessions.ipynb #c044
 class _DeferringFile(io.FileIO):
-    "A file that keeps the first error of writing in `error`, and ignores later writes."
+    "A file that stores the first write error in `error` and ignores later writes."
     error: OSError | None = None
 
     def write(self, data) -> int:
@@ -409,10 +409,10 @@ class _DeferringFile(io.FileIO):
 
 # %% ../../nbs/data/00_sessions.ipynb #c046
 def write_session(
-    path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
+    path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are created
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
 ) -> Path:
-    "Write a split of a session. Raises `SessionError` if a trial cannot be read back, `WriteError` on a full disk."
+    "Write a split of a session. Raises `SessionError` if a trial could not be read back, `WriteError` on a full disk."
     path = Path(path)
     session, split = _identify(path)
     seen: dict = {}
@@ -443,7 +443,7 @@ def _check_session_files(folder: Path) -> Iterator[Problem]:
     for p in sorted(folder.iterdir()):
         if p.name.startswith('.') or p.suffix.lower() not in ('.hdf5', '.h5') or p in present: continue
         meant = [session_path(folder.parent, folder.name, s) for s in SPLITS if s in p.stem.lower()]
-        # The file of a missing split, unless its name says otherwise
+        # Otherwise it may be the file of a missing split
         is_copy = meant[0] in present if meant else len(present) == 3 or not p.name.lower().startswith('data')
         advice = ('it is not read; remove it', 'warning') if is_copy else ('rename the file, or remove it', 'error')
         yield Problem(str(p), '', '', f'file name {p.name}', _FILE_NAMES, *advice)
@@ -451,7 +451,7 @@ def _check_session_files(folder: Path) -> Iterator[Problem]:
         yield Problem(str(folder), '', '', 'no data file', _FILE_NAMES, 'remove the folder, or fetch its files')
 
 def _check_folders(data_dir: Path, selected: list[str] | None = None) -> Iterator[Problem]:
-    "Empty and missing sessions; if all are selected, also folders that look like sessions."
+    "Problems of empty and missing sessions; if all are selected, also of folders like sessions."
     sessions = list_sessions(data_dir)
     for name in sorted(p.name for p in data_dir.iterdir()) if selected is None else selected:
         folder = data_dir/name
@@ -474,11 +474,11 @@ def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
     sessions: list[str] | None = None, # Sessions to check; None means all, and folders that look like sessions
-    bad_trials: dict | None = None,    # Trials whose problems do not count: `{session: {block: [trial, …]}}`
+    bad_trials: dict | None = None,    # Trials to ignore, as for `tidy_bad_trials`
     dtype: str = 'float16',            # Type that `pack` stores; a feature beyond its range is an error
     feature_subset: list[int] | None = None, # Features that `pack` stores; None means all
 ) -> pd.DataFrame:
-    "Problems of all files, a row each: file, trial, field, found, expected, advice, severity; empty if all is well."
+    "Table of all problems: file, trial, field, found, expected, advice, severity; empty if all is well."
     data_dir = Path(data_dir)
     bad_trials = tidy_bad_trials(bad_trials)
     try: problems = list(_check_folders(data_dir, sessions))
@@ -491,7 +491,7 @@ def validate(
                 before = file_state(path)
                 scan = [p for _, _, faults in _scan(path, seen, bad_trials, dtype, feature_subset) for p in faults]
                 if file_state(path) != before: # Changes may cause other faults
-                    scan = [Problem(str(path), '', '', 'a change during the check', 'a file that stays as it is',
+                    scan = [Problem(str(path), '', '', 'a change during the check', 'a file that does not change',
                                     'wait until it is complete, and check again')]
                 problems += scan
     return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])

@@ -30,37 +30,37 @@ _MARKER = 'simulated.json'
 _LM_TEXT = 'lm_text.txt'
 
 class SimulateError(ValueError):
-    "A simulation that is not possible; the message says why and what to do."
+    "An impossible simulation; the message says why and what to do."
 
 @dataclass(frozen=True)
 class Electrodes:
     "Tuning and noise of all electrodes on one day; features are threshold crossings, then spike-band power."
-    tuning: np.ndarray    # Change of the log per unit of each articulator, float32 [D, 512]
+    tuning: np.ndarray    # Change of the log feature per unit of each articulator, float32 [D, 512]
     base: np.ndarray      # Log of crossings per bin, log of power, float32 [512]
     shared: np.ndarray    # Loadings of the shared noise, float32 [12, 512]
     lag: np.ndarray       # Bins by which an electrode precedes the movement, [256]
-    alive: np.ndarray     # [256] bool
+    alive: np.ndarray     # Whether an electrode works [256] bool
     neural: int = 2       # Kind of noise
 
 def simulate_dataset(
     out_dir: str | Path,        # Folder for the session folders and `lm_text.txt`
-    n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all
+    n_sessions: int = 8,        # Number of recording days, from the first real one; up to 45
     train: int | None = 80,     # Train sentences per session; None: as many as the real session has
-    val: int | None = 24,       # Val sentences per session with val trials (not the first)
+    val: int | None = 24,       # Val sentences per session with val trials (the first has none)
     test: int | None = 24,      # Test sentences per session with test trials
-    snr: float = 1.0,           # Difficulty: scales the modulation by speech against all noise
-    lm_sentences: int = 20_000, # Sentences of text for the language model
-    max_words: int = 6,         # Longest sentence, in words; the real ones go up to 22
+    snr: float = 1.0,           # Difficulty: scale of the modulation by speech, relative to noise
+    lm_sentences: int = 20_000, # Number of sentences of text for the language model
+    max_words: int = 6,         # Longest sentence, in words; real ones have up to 22
     *,
-    seed: int = 0,              # Same seed, same bytes
-    structured_noise: float = 0., # Interference of few sources, in standard deviations of the features; 0: none
+    seed: int = 0,              # Random seed
+    structured_noise: float = 0., # Interference of a few sources, in standard deviations of the features
     progress: bool = False,     # Show a progress bar
-    drift: float = 1.,          # Scales the drift of rates from trial to trial
+    drift: float = 1.,          # Scale of the drift of rates from trial to trial
     neural: int = 2,            # Kind of noise: 2 has the statistics of a real trial, 1 is simpler
 ) -> Path:
-    """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Raises
-    `SimulateError` for a folder with other data, another kind of noise or too few sentences, `files.WriteError` if
-    there is no room."""
+    """Simulate a participant: write official HDF5 sessions and `lm_text.txt` to `out_dir`, and return it.
+    Raises `SimulateError` for a folder with other data, an unknown kind of noise or too few sentences,
+    `files.WriteError` on a full disk."""
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences,
                       max_words=max_words, seed=seed)
@@ -77,7 +77,7 @@ def simulate_dataset(
         bar = tqdm(as_completed(jobs), desc='simulate', unit=' sessions', total=n_sessions, disable=not progress)
         try:
             for job in bar: job.result()
-        finally: pool.shutdown(cancel_futures=True) # No further day begins after an error
+        finally: pool.shutdown(cancel_futures=True) # Start no further day after an error
     write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir
 
@@ -89,17 +89,17 @@ class SessionBlock(NamedTuple):
     number: int     # The file's `block_num`
     corpus: str     # One of `sentences.CORPORA`
     held_out: bool  # Whether its trials are val and test trials
-    size: int       # Sentences
+    size: int       # Number of sentences
 
 @dataclass(frozen=True)
 class Day:
     "A recording day of the real schedule."
     session: str            # `t15.2023.08.11`
     counts: dict[str, int]  # Sentences in train, val and test
-    blocks: list[SessionBlock] # In the order in which they were recorded
+    blocks: list[SessionBlock] # Blocks in the order of recording
 
 def _day(line: str) -> Day:
-    "A line of the schedule, with blocks such as `8S40`."
+    "Parse a line of the schedule, with blocks such as `8S40`."
     head, rest = line.split(' | ')
     name, *counts = head.split()
     blocks = [SessionBlock(int(number), _CORPUS[corpus.lower()], corpus.isupper(), int(size))
@@ -110,7 +110,7 @@ SCHEDULE = [_day(line) for line in read_vocabulary('schedule')['']]
 
 # %% ../../nbs/data/02_simulate.ipynb #c014
 _MIN_WORDS = 4    # No Harvard sentence is shorter
-_DRAWS = 100_000  # Most attempts to draw a sentence; far more than the rarest kind of short sentence needs
+_DRAWS = 100_000  # Maximum attempts to draw a sentence; far more than the rarest kind of short sentence needs
 
 def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str]) -> str:
     if max_words < _MIN_WORDS:
@@ -144,14 +144,14 @@ def _plan_day(day: int, of_held_out: bool, n: dict[str, int], seed: int, max_wor
 
 # %% ../../nbs/data/02_simulate.ipynb #c019
 def plan_trials(
-    n_sessions: int = 8,     # Recording days, from the first on
+    n_sessions: int = 8,     # Number of recording days, from the first
     train: int | None = 80,  # Train sentences per session; None: as many as the real session has
     val: int | None = 24,    # Val sentences per session with val trials
     test: int | None = 24,   # Test sentences per session with test trials
     max_words: int = 6,      # Longest sentence, in words; at least 4
-    seed: int = 0,           # Same seed, same sentences
-) -> pd.DataFrame:           # day, session, split, block, trial, corpus, sentence
-    "Sentences of all trials; sentences of val and test occur once. Raises `SimulateError` for too few sentences."
+    seed: int = 0,           # Random seed
+) -> pd.DataFrame:           # Columns day, session, split, block, trial, corpus, sentence
+    "Plan the sentences of all trials; val and test sentences occur once. Raises `SimulateError` if too few exist."
     if not 1 <= n_sessions <= len(SCHEDULE):
         raise ValueError(f'n_sessions is {n_sessions}, expected 1 to {len(SCHEDULE)}')
     numbers = dict(train=train, val=val, test=test)
@@ -193,7 +193,7 @@ _EDGE = 40      # bins of silence before and after
 _MIN_LENGTH = 4 # bins of any phoneme
 
 def _durations(ids: np.ndarray, tempo: float, rng: np.random.Generator) -> np.ndarray:
-    "Bins of each class [S]: log-normal with the class's mean."
+    "Draw the bins of each class [S], log-normal with the class's mean."
     mean = np.r_[_EDGE, _LENGTH[ids[1:-1]], _EDGE]*tempo
     varied = mean*np.exp(0.3*rng.standard_normal(len(ids)) - 0.045)  # 0.045 = 0.3²/2 keeps the mean
     return np.maximum(np.round(varied), _MIN_LENGTH).astype(int)
@@ -207,11 +207,11 @@ def _kernel(std: float) -> np.ndarray:
     return k/k.sum()
 
 def movement(
-    class_ids: np.ndarray,    # Integer [S]
+    class_ids: np.ndarray,    # Classes to speak, integer [S]
     tempo: float,             # Factor on all durations
-    rng: np.random.Generator, # Draws the durations, then the jitter
-) -> tuple[np.ndarray, np.ndarray]: # Articulators float32 [T, D], class being spoken in each bin [T]
-    "The movements for a sequence of classes."
+    rng: np.random.Generator, # Generator of the durations, then the jitter
+) -> tuple[np.ndarray, np.ndarray]: # Articulators float32 [T, D]; class spoken in each bin [T]
+    "Simulate the movements for a sequence of classes."
     ids = np.r_[SIL, class_ids[:-1], SIL]  # silence before; the last separator belongs to the silence after
     n = _durations(ids, tempo, rng)
     jitter = _JITTER*rng.standard_normal((len(ids), TARGETS.shape[2]), dtype=np.float32)*(ids != SIL)[:, None]
@@ -233,9 +233,9 @@ _ARRAYS = {  # strength of the modulation, preferred articulators
 }
 N_ELECTRODES = 256
 _PER_ARRAY = 64
-# At snr 1 the standard deviation of the log rate over speech, in a typical electrode; calibrated, see the end
+# Standard deviation of a typical electrode's log rate during speech, at snr 1; calibrated, see the end
 _MODULATION = 0.15
-_CROSSINGS = {1: 0.3, 2: 0.57} # In a bin of a typical electrode, for each kind of noise
+_CROSSINGS = {1: 0.3, 2: 0.57} # Per bin of a typical electrode, by kind of noise
 _SHARED = 12   # dimensions of the noise that electrodes share
 _MAX_LAG = 5   # bins by which an electrode precedes the movement
 
@@ -267,7 +267,7 @@ class _Implant:
     rate: np.ndarray        # Log of the base rate, relative [256]
     shared: np.ndarray      # Loadings of the shared noise [12, 512]
     lag: np.ndarray         # Bins by which an electrode precedes the movement [256]; constant
-    alive: np.ndarray       # [256] bool
+    alive: np.ndarray       # Whether an electrode works [256] bool
 
 def _draw_tuning(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "Directions [512, D], gains [512] and rates [256], independent of other days."
@@ -304,7 +304,7 @@ def _next_day(implant: _Implant, pause: int, rng: np.random.Generator) -> _Impla
 def _electrodes(implant: _Implant, snr: float, neural: int) -> Electrodes:
     strength = np.tile(np.repeat([s for s, _ in _ARRAYS.values()], _PER_ARRAY), 2)*_MODULATION*snr
     size = strength*np.exp(implant.gain)*np.tile(implant.alive, 2)
-    crossings = np.log(_CROSSINGS[neural]) + implant.rate - 1.5*~implant.alive  # a dead electrode still sees some noise
+    crossings = np.log(_CROSSINGS[neural]) + implant.rate - 1.5*~implant.alive  # a dead electrode still sees noise
     return Electrodes(
         tuning=(implant.directions*size[:, None]).T.astype(np.float32),
         base=np.r_[crossings, np.zeros(N_ELECTRODES)].astype(np.float32),
@@ -314,9 +314,9 @@ def _electrodes(implant: _Implant, snr: float, neural: int) -> Electrodes:
         neural=neural)
 
 def electrodes(
-    n_sessions: int,  # Days from the first one on
-    snr: float = 1.0, # Scales the modulation by movements against all noise
-    seed: int = 0,    # Same seed, same participant
+    n_sessions: int,  # Number of days, from the first
+    snr: float = 1.0, # Scale of the modulation by movements, relative to noise
+    seed: int = 0,    # Random seed of the participant
     neural: int = 2,  # Kind of noise, 1 or 2
 ) -> list[Electrodes]:
     "The electrodes on each day of the schedule. Raises `SimulateError` for an unknown kind of noise."
@@ -339,15 +339,15 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
     return np.fft.irfft(white*response[:, None], n, axis=0).astype(np.float32)
 
 # %% ../../nbs/data/02_simulate.ipynb #c045
-_SLOW = 0.2            # Memory of the slow noise, in s
+_SLOW = 0.2            # Time constant of the slow noise, in s
 _SLOW_SIZE = 0.28, 0.18 # Its standard deviation in the log of crossings and of power
-_OF_ALL = 0.2          # Part of its variance that all electrodes share,
-_OF_ARRAY = 0.15       # that the electrodes of an array share,
-_NEIGHBOUR = 0.65      # and correlation of the rest between neighbours
+_OF_ALL = 0.2          # Share of its variance common to all electrodes
+_OF_ARRAY = 0.15       # Share common to the electrodes of an array
+_NEIGHBOUR = 0.65      # Correlation of the rest between neighbours
 _SAME_SPIKES = 0.43    # Correlation of an electrode's crossings and log power at constant rates
 
 def _second_order(white: np.ndarray, tau, frequency=0.) -> np.ndarray:
-    "Noise [n, N] with unit variance and the spectrum of a two-pole autoregressive process (memory in s, Hz)."
+    "Noise [n, N] with unit variance and the spectrum of a two-pole autoregressive process (time constant in s, Hz)."
     z = np.exp(-2j*np.pi*np.arange(len(white))/len(white))[:, None]
     pole = np.exp(0.02*(-1/tau + 2j*np.pi*frequency))
     response = 1/((1 - pole*z)*(1 - pole.conj()*z))
@@ -367,7 +367,7 @@ def _slow_noise(n: int, rng: np.random.Generator) -> np.ndarray:
 
 # %% ../../nbs/data/02_simulate.ipynb #c047
 def _of_same_spikes(log: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    "Crossings, and power that correlates with them, [T, 512], from the log of both."
+    "Draw crossings and correlated power [T, 512], given the log of their means."
     rate, power = np.split(np.exp(np.minimum(log, 3)), 2, axis=1)
     crossings = rng.poisson(rate)
     scatter = rng.standard_normal(rate.shape)
@@ -376,14 +376,14 @@ def _of_same_spikes(log: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 # %% ../../nbs/data/02_simulate.ipynb #c050
 def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    "x [T, D] times w [D, N]. BLAS rounds otherwise with another number of threads, and they wait for each other."
+    "x [T, D] times w [D, N], without BLAS: its rounding depends on the number of threads, which wait for each other."
     return np.einsum('dt,dn->tn', np.ascontiguousarray(x.T), w)
 
 def features(
     x: np.ndarray,            # Articulators float32 [T, D]
     e: Electrodes,            # The day's electrodes
     drift: np.ndarray,        # Offset of the log in this trial [512]
-    rng: np.random.Generator, # Draws the shared noise, the power's, the crossings; `neural=2`: crossings before power
+    rng: np.random.Generator, # Generator of shared noise, power, crossings; `neural=2`: crossings before power
 ) -> np.ndarray:              # Crossings per bin, then power, float32 [T, 512]
     "Features that the electrodes record during a movement, before normalisation."
     if e.neural == 1: log = _product(_fluctuations(len(x), rng), e.shared)
@@ -415,7 +415,7 @@ def _interfere(recorded: list[np.ndarray], size: float, day: int, block: int,
 
 # %% ../../nbs/data/02_simulate.ipynb #c058
 def _zscore(recorded: list[np.ndarray]) -> None:
-    "Each feature scaled to mean zero and standard deviation one over the block; constant features become zero."
+    "Scale each feature in place to mean 0 and standard deviation 1 over the block; constant features become 0."
     n = sum(map(len, recorded))
     mean = (sum(f.sum(0, dtype=np.float64) for f in recorded)/n).astype(np.float32)
     variance = sum(np.square(f - mean).sum(0, dtype=np.float64) for f in recorded)/n
@@ -427,13 +427,13 @@ def _zscore(recorded: list[np.ndarray]) -> None:
 
 # %% ../../nbs/data/02_simulate.ipynb #c061
 def simulate_block(
-    trials: pd.DataFrame, # Rows of a plan, all of one block
+    trials: pd.DataFrame, # Rows of a plan, all from one block
     e: Electrodes,        # The day's electrodes
-    seed: int = 0,        # Same seed, same recording
+    seed: int = 0,        # Random seed of the participant
     structured_noise: float = 0., # Interference, in standard deviations of the features
-    drift_size: float = 1., # Scales the drift from trial to trial
-) -> tuple[list[Trial], list[np.ndarray]]: # Trials, and for each the class being spoken in each bin `[T]`
-    "Record a block."
+    drift_size: float = 1., # Scale of the drift from trial to trial
+) -> tuple[list[Trial], list[np.ndarray]]: # Trials; for each, the class spoken in each bin `[T]`
+    "Simulate the recording of a block."
     day = int(trials.day.iloc[0])
     block = int(trials.block.iloc[0])
     ids = [to_class_ids(sentence_to_phonemes(s)) for s in trials.sentence]
@@ -459,13 +459,13 @@ def simulate_block(
 
 # %% ../../nbs/data/02_simulate.ipynb #c067
 def write_text(
-    path: str | Path,   # Text file, one sentence a line
-    plan: pd.DataFrame, # The trials
-    n: int,             # Sentences
-    max_words: int = 6, # Longest sentence
-    seed: int = 0,      # Same seed, same text
+    path: str | Path,   # Text file, one sentence per line
+    plan: pd.DataFrame, # Plan of the trials
+    n: int,             # Number of sentences
+    max_words: int = 6, # Longest sentence, in words
+    seed: int = 0,      # Random seed
 ) -> Path:
-    "Write general text from the participant's language, without the sentences of val and test."
+    "Write text in the participant's language, without the sentences of val and test."
     path = Path(path)
     held_out = set(plan[plan.split != 'train'].sentence.map(normalize_sentence))
     corpora = np.random.default_rng((seed, 7)).choice(plan.corpus[plan.corpus != 'random'].to_numpy(), n)
@@ -488,7 +488,7 @@ def _claim(folder: Path, parameters: dict) -> None:
                             'choose another folder')
     names = [*list_sessions(folder), *(p.name for p in folder.glob(_LM_TEXT))] if folder.exists() else []
     if names:
-        raise SimulateError(f'{folder}: holds {names[0]}, but no {_MARKER}, so it was not simulated '
+        raise SimulateError(f'{folder}: has {names[0]}, but no {_MARKER}, so it was not simulated '
                             'and is not overwritten; choose another folder')
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(marker, json.dumps(parameters))
@@ -506,7 +506,7 @@ def _simulated_bytes(plan: pd.DataFrame) -> int:
 def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float) -> None:
     session = trials.session.iloc[0]
     def record(part): return (t for _, block in part.groupby('block') for t in simulate_block(block, e, *noise)[0])
-    train = trials[trials.split == 'train'] # Recorded while it is written
+    train = trials[trials.split == 'train'] # Simulated while the file is written
     if len(train): write_session(session_path(out_dir, session, 'train'), record(train))
     held_out = list(record(trials[trials.split != 'train']))
     for split in 'val', 'test':

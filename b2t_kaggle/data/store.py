@@ -42,15 +42,15 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTrial(Trial):
-    "A trial as the store holds it: `features` [T, F] is a view of the mapped file, in the stored type."
+    "A trial in a store: `features` [T, F] is a view of the mapped file, in the stored type."
     day: int = -1 # Index of the session in the store's `sessions`
 
 # %% ../../nbs/data/03_store.ipynb #c008
 class TrialStore:
-    "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, and there are methods for its parts."
+    "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, and methods return its parts."
     def __init__(self,
         path: str | Path,    # File from `build`
-        *more: str | Path,   # Files of other splits of the same sessions, features and type, whose trials follow
+        *more: str | Path,   # Further files, of other splits with the same sessions, features and type
     ):
         self.files = [self._open(p) for p in (path, *more)]
         first = self.files[0]
@@ -74,7 +74,7 @@ class TrialStore:
 
     @classmethod
     def open(cls, path: str | Path) -> 'TrialStore':
-        "The store in a file; raises `RaggedError` if it is not one."
+        "Open the store in a file; raises `RaggedError` if the file is not a store."
         return cls(path)
 
     def __len__(self): return len(self.n_bins)
@@ -95,7 +95,7 @@ class TrialStore:
         return self._labels[self._label_offsets[i]:self._label_offsets[i + 1]]
 
     def __getitem__(self, i: int) -> StoredTrial:
-        "Trial `i` with everything in its index."
+        "Trial `i` with all its data."
         i = range(len(self))[i]
         row = self._table.slice(i, 1).drop_columns(['n_bins', 'n_labels', 'class_ids']).to_pylist()[0]
         class_ids = None if self.split == 'test' else self.class_ids(i)
@@ -111,7 +111,7 @@ class TrialStore:
         "The arrays of a file. Raises `RaggedError` unless `build` wrote it."
         arrays = Ragged(path, kind='trials')
         table, metadata = arrays.table, arrays.metadata
-        def refuse(fault): raise RaggedError(f'{arrays.path}: not a store of trials as `b2t pack` writes it: {fault}; '
+        def refuse(fault): raise RaggedError(f'{arrays.path}: not a trial store of `b2t pack`: {fault}; '
                                              'pack the sessions again')
         if not isinstance(metadata, dict) or not isinstance(metadata.get('sessions'), list) or 'split' not in metadata:
             refuse('its fingerprint has no sessions or no split')
@@ -133,9 +133,9 @@ class TrialStore:
 # %% ../../nbs/data/03_store.ipynb #c011
 @patch
 def parts(self: TrialStore,
-    trials: np.ndarray, # Indices [B]; negative ones, which are not trials, count for the first file
+    trials: np.ndarray, # Indices [B]; negative ones, which are not trials, belong to the first file
 ) -> Iterator[tuple[Ragged, np.ndarray, np.ndarray]]:
-    "Files with some of the trials: file, a mask of its trials [B], and their indices in the file."
+    "Yield each file with trials, the mask of these trials [B], and their indices in the file."
     place = np.searchsorted(self._begins, np.maximum(trials, 0), 'right') - 1
     for k in np.unique(place): yield self.files[k], place == k, trials[place == k] - self._begins[k]
 
@@ -143,15 +143,15 @@ def parts(self: TrialStore,
 Folders = str | Path | Sequence[str | Path] # A folder of sessions, or one for each participant
 
 class _Source:
-    "The files that a store is made from. Raises `StoreError` for sessions or features that do not fit."
+    "Source files of a store. Raises `StoreError` for sessions or features that do not fit."
     def __init__(self, data_dir: Folders, split: str, sessions: list[str] | None, subset: Sequence[int | str] | None):
         folders = [data_dir] if isinstance(data_dir, str | Path) else data_dir
         place: dict[str, Path] = {}
         for folder in folders:
             for s in list_sessions(folder):
                 if s in place:
-                    raise StoreError(f'{folder}: session {s} is also in {place[s]}; each folder must hold the sessions '
-                                     'of another participant')
+                    raise StoreError(f'{folder}: session {s} is also in {place[s]}; each folder must have '
+                                     'another participant')
                 place[s] = Path(folder)
         self.sessions = list(place if sessions is None else sessions) # Numbered as days
         if missing := [s for s in self.sessions if s not in place]:
@@ -163,12 +163,12 @@ class _Source:
         if isinstance(data_dir, str | Path) and len(first_with) > 1:
             examples = ', '.join(f'{s} with {n}' for n, s in first_with.items())
             raise StoreError(f'all trials of a store must have the same number of features, found {examples}; name '
-                             'the sessions of one participant (data.sessions), or give each its folder '
+                             'the sessions of one participant (data.sessions), or give a folder for each '
                              '(data.dataset_dir)')
         self.n_features = n = max(first_with, default=N_FEATURES) # Others are padded
         self.subset = subset = None if subset is None else [int(f) for f in feature_indices(subset)]
         if subset is not None and (not subset or len({*subset}) < len(subset) or min(subset) < 0 or max(subset) >= n):
-            raise StoreError(f'feature_subset must be different indices from 0 to {n - 1}, found {subset}')
+            raise StoreError(f'feature_subset must have distinct indices from 0 to {n - 1}, found {subset}')
         self.width = n if subset is None else len(subset)
         paths = {s: session_path(place[s], s, split) for s in self.sessions}
         self.files = {s: path for s, path in paths.items() if path.exists()} # Files of the split by session
@@ -176,12 +176,12 @@ class _Source:
     def packed_bytes(self, dtype: str | np.dtype) -> int:
         "Approximate size of the store in bytes."
         n_bytes = sum(self.width/n_features(s)*path.stat().st_size for s, path in self.files.items())
-        return 8192 + int(np.dtype(dtype).itemsize/4*n_bytes) # Names and types of the columns, with few rows
+        return 8192 + int(np.dtype(dtype).itemsize/4*n_bytes) # 8 KiB for column names, types and a few rows
 
 def packed_bytes(
     data_dir: Folders,        # Folder with the session folders, or several
     split: str,               # `train`, `val` or `test`
-    dtype: str = 'float16',   # Stored type
+    dtype: str = 'float16',   # Type to store
     sessions: list[str] | None = None,       # Sessions to pack; None means all
     feature_subset: Sequence[int | str] | None = None, # Features to keep; None means all
 ) -> int:
@@ -191,20 +191,20 @@ def packed_bytes(
 # %% ../../nbs/data/03_store.ipynb #c018
 @patch(cls_method=True)
 def build(cls: TrialStore,
-    data_dir: Folders,                  # Folder with the session folders; several are padded to the most features
+    data_dir: Folders,                  # Folder with the session folders; features of several folders are padded
     split: str,                         # `train`, `val` or `test`
-    path: str | Path,                   # File to write; its folder is made if it is missing
-    dtype: str = 'float16',             # Stored type, `float16` or `float32`
-    sessions: list[str] | None = None,  # All sessions in chronological order, which numbers the days; None: all
+    path: str | Path,                   # File to write; its folder is created if it is missing
+    dtype: str = 'float16',             # Type to store, `float16` or `float32`
+    sessions: list[str] | None = None,  # Sessions in the order of day numbers; None: all, chronologically
     drop_instructions: bool = False,    # Leave out trials such as `[DO NOTHING]`
     bad_trials: dict | None = None,     # Trials to leave out: `{session: {block: [trial, …]}}`
-    feature_subset: Sequence[int | str] | None = None, # Indices in this order, or names of `AREAS`; None means all
+    feature_subset: Sequence[int | str] | None = None, # Feature indices in order, or names of `AREAS`; None means all
     *,
     progress: bool = True,              # Show a progress bar
 ) -> TrialStore:
-    """Pack a split, or open what was packed before from the same files with the same options. Raises `SessionError`
+    """Pack a split, or open its store if the source files and options have not changed. Raises `SessionError`
     for damaged data, `StoreError` for sessions or features that do not exist, `RaggedError` for values that the
-    stored type cannot hold, `files.WriteError` if the disk is full, `files.ChangedError` for sessions that change."""
+    stored type cannot hold, `files.WriteError` if the disk is full, `files.ChangedError` if a session changes."""
     path = Path(path)
     source = _Source(data_dir, split, sessions, feature_subset)
     stats = {s: file.stat() for s, file in source.files.items()}

@@ -34,14 +34,14 @@ def import_t12(
     progress: bool = False, # Show a progress bar
 ) -> list[Problem]:         # Warnings about missing files
     """Import MATLAB files as sessions `t12.YYYY.MM.DD`; sessions whose files have not changed are skipped. Raises
-    `SessionError` for a file that cannot be used, `files.WriteError` if there is no room."""
+    `SessionError` for an unusable file, `files.WriteError` on a full disk."""
     out_dir = Path(out_dir)
     folder, sessions = _sources(Path(folder))
     try: imported = dict(parse_json((out_dir/_RECORD).read_bytes()))
     except (OSError, TypeError, ValueError): imported = {}
     missing = [(s, split, 'one for each session', f'{s} gets no {split} trials; fetch it if the archive has it')
                for s, sources in sessions.items() for split in ('test', 'train', 'val') if split not in sources]
-    missing += [(s, 'train', f'the one that {out_dir/s} was imported from', 'fetch it, or remove that folder')
+    missing += [(s, 'train', f'the file that {out_dir/s} was imported from', 'fetch it, or remove that folder')
                 for s in sorted(imported.keys() - sessions.keys()) if (out_dir/s).is_dir()]
     for session, sources in tqdm(sessions.items(), desc='import', unit=' sessions', disable=not progress):
         stats = {split: path.stat() for split, path in sources.items()}
@@ -50,7 +50,7 @@ def import_t12(
         if is_complete and imported.get(session) == identities: continue
         numbers: Counter = Counter() # Trials of the session so far, by block
         with unchanged(sources.values(), 'imported'), replaced_folder(out_dir/session) as new:
-            scratch = new.parent/session # `write_session` reads the session from this name
+            scratch = new.parent/session # `write_session` takes the session from this name
             for split, source in sources.items():
                 try: write_session(scratch/f'data_{split}.hdf5', _DayFile(source, split).trials(numbers))
                 except SessionError as e: raise SessionError(replace(e.problem, file=str(source))) from None
@@ -61,7 +61,7 @@ def import_t12(
             for session, split, *fault in missing]
 
 def _sources(folder: Path) -> tuple[Path, dict[str, dict[str, Path]]]:
-    "The folder `competitionData`, and files of its sessions by split, earliest first. `SessionError` without sessions."
+    "The folder `competitionData`, and files of its sessions by split, earliest first. Raises `SessionError`."
     if (folder/'competitionData').is_dir(): folder = folder/'competitionData'
     sources: dict[str, dict[str, Path]] = {}
     for split, name in _FOLDERS.items():
@@ -75,8 +75,8 @@ def _sources(folder: Path) -> tuple[Path, dict[str, dict[str, Path]]]:
 def zscore_blocks(
     recorded: list[np.ndarray], # Features of the trials in the order of the file, [T, F] each
     blocks: np.ndarray,         # Block of each trial [N]
-) -> list[np.ndarray]:          # [T, F] each
-    "Z-scored features as in the public baseline's reader (Willett et al. 2023)."
+) -> list[np.ndarray]:          # Normalised features, [T, F] each
+    "Z-score features by block, as in the public baseline's reader (Willett et al. 2023)."
     scored = list(recorded)
     for block in np.unique(blocks):
         members = np.flatnonzero(blocks == block)
@@ -96,7 +96,7 @@ class _DayFile:
     split: str
 
     def error(self, trial: int | None, *fault: str) -> SessionError:
-        "The error about a variable, or about the cell of a trial: variable, what was found and what was expected."
+        "Error about a variable, or about a trial's cell; `fault`: variable, what was found, what was expected."
         key = '' if trial is None else f'trial_{trial:04d}'
         return SessionError(Problem(str(self.path), key, *(*fault, 'fetch the file again')))
 
@@ -121,7 +121,7 @@ class _DayFile:
         return [x[:, :_N_6V] for x in cells]
 
     def trials(self, numbers: Counter) -> Iterator[Trial]:
-        "Trials numbered within each block; `numbers` counts the session's trials so far by block."
+        "Yield trials, numbered within each block; `numbers` counts the session's trials by block."
         text_names = ['sentenceText'] if self.split != 'test' else []
         block_idx, tx1, spike_pow, *text = self.read('blockIdx', 'tx1', 'spikePow', *text_names)
         numbered = block_idx.ravel() if isinstance(block_idx, np.ndarray) else np.zeros(0)
@@ -152,9 +152,9 @@ def _shape(x) -> str:
 # %% ../../nbs/data/07_t12.ipynb #c019
 def text_files(
     folder: str | Path,     # Folder of sessions, or of T12's MATLAB files
-    with_val: bool = False, # Whether to include val's
+    with_val: bool = False, # Whether to include val sentences
 ) -> list[Path]:
-    "The files with the train sentences of a folder. Raises `SessionError` if it has no sentences."
+    "Files with the train sentences of a folder. Raises `SessionError` if no file has any."
     folder, splits = Path(folder), SPLITS[:1 + with_val]
     files = [session_path(folder, s, split) for s in list_sessions(folder) for split in splits]
     found = [path for path in files if path.exists()]
@@ -162,9 +162,9 @@ def text_files(
 
 def train_sentences(
     folder: str | Path,     # Folder of sessions, or of T12's MATLAB files
-    with_val: bool = False, # Also those of val
+    with_val: bool = False, # Whether to include val sentences
 ) -> Iterator[str]:
-    "The sentences of train as they were shown, without instructions. Raises `SessionError` for a file without them."
+    "Yield train sentences as they were shown, without instructions. Raises `SessionError` for a file without labels."
     for path in text_files(folder, with_val):
         if path.suffix == '.mat': rows, = _DayFile(path, 'train').read('sentenceText')
         else:
@@ -181,7 +181,7 @@ def train_sentences(
 # %% ../../nbs/data/07_t12.ipynb #c022
 _DAYS = ('04.28 05.05 05.17 05.19 05.24 05.26 06.02 06.07 06.14 06.16 06.21 06.23 06.28 07.05 07.14 07.21 07.27 07.29 '
          '08.02 08.11 08.13 08.18 08.23 08.25').split()
-_BLOCK = 10    # Sentences
+_BLOCK = 10    # Sentences per block
 _HIGHER = 0.6  # Share of the crossings that also cross the next threshold
 _BLOCK_DRIFT = 0.3 # Standard deviation of the log rates from block to block
 _ORDER = np.r_[0:64, 192:256, 64:192] # Electrodes of the simulated participant, area 6v first
@@ -206,15 +206,15 @@ def _simulate_file(path: Path, blocks: list[int], is_labelled: bool, e: Electrod
 
 def simulate_t12(
     folder: str | Path,     # Folder for `train`, `test` and `competitionHoldOut`
-    n_sessions: int = 4,    # Recording days, the first of 24
+    n_sessions: int = 4,    # Number of recording days, the first of 24
     train: int = 40,        # Train sentences per session
-    val: int = 10,          # Sentences per session in `test`; 0 means no such file
+    val: int = 10,          # Sentences per session in `test`; 0 writes no file
     test: int = 10,         # Sentences per session in `competitionHoldOut`
     *,
-    seed: int = 0,          # Same seed, same bytes
+    seed: int = 0,          # Random seed
     progress: bool = False, # Show a progress bar
-) -> Path:                  # The folder
-    "Simulate files of T12. Raises `SimulateError` for more sessions than there are, or a folder with other recordings."
+) -> Path:                  # `folder`
+    "Simulate T12's files. Raises `SimulateError` for an impossible `n_sessions`, or a folder with other recordings."
     folder = Path(folder)
     if not 1 <= n_sessions <= len(_DAYS): raise SimulateError(f'n_sessions is {n_sessions}, expected 1 to {len(_DAYS)}')
     if any(folder.glob('*/*.mat')) and not (folder/_MARKER).exists():
