@@ -1,4 +1,4 @@
-"""A server on loopback for tests of downloads: it knows ranges and tags as S3 does, and fails as it is told."""
+"""A loopback server for tests of downloads: it supports ranges and ETags like S3, and fails on request."""
 import json
 import re
 import threading
@@ -9,14 +9,14 @@ from socketserver import TCPServer
 
 
 class FakeFiles:
-    "What the server offers, how it fails, and what it was asked."
+    "Files that the server offers, failures to produce, and requests received."
     def __init__(self, url: str):
         self.url = url
         self.files = {}        # Contents by path; anything but bytes is sent as JSON
-        self.redirects = {}    # Where a path leads to
-        self.tokens = {}       # The token that a path wants
-        self.cuts = []         # After how many bytes the next answers break off
-        self.codes = []        # Status codes of the next answers, before any file is looked at
+        self.redirects = {}    # Target of each redirected path
+        self.tokens = {}       # Token required for each path
+        self.cuts = []         # Number of bytes after which the next answers break off
+        self.codes = []        # Status codes of the next answers, sent instead of files
         self.has_ranges = True
         self.has_tags = True
         self.requests = []     # Path, headers and body of each request
@@ -67,18 +67,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         cut = fake.cuts.pop(0) if fake.cuts else end - begin
         try: self.wfile.write(content[begin:end][:cut])
-        except ConnectionError: pass  # Who asked has seen enough
+        except ConnectionError: pass  # The client closed the connection
 
 
 class _Server(ThreadingHTTPServer):
     def server_bind(self):
-        "Without asking for the name of this machine, which may take seconds."
+        "Bind without looking up this machine's name, which may take seconds."
         TCPServer.server_bind(self)
 
 
 @contextmanager
 def serve_files():
-    "A `FakeFiles` that serves until the end of the block."
+    "Run a `FakeFiles` server until the end of the block."
     handler = type('Handler', (_Handler,), {})
     server = _Server(('127.0.0.1', 0), handler)
     handler.fake = FakeFiles(f'http://127.0.0.1:{server.server_address[1]}')

@@ -1,6 +1,6 @@
-"""Writes CMU Sphinx's trie of a language model one bit at a time, to test what reads it.
+"""Write a CMU Sphinx language model one bit at a time, to test its reader.
 
-The layout is that of pocketsphinx' `ngram_model_trie_write_bin`."""
+The layout follows `ngram_model_trie_write_bin` of pocketsphinx."""
 import math
 import struct
 
@@ -9,7 +9,7 @@ def bits(number, width): return [number >> i & 1 for i in range(width)]
 
 
 def packed(entries, widths):
-    "Entries of numbers as bits, the lowest first, filled up to bytes, and 8 bytes more."
+    "Pack entries of numbers into bits, lowest first, padded to bytes and followed by 8 more bytes."
     row = []
     for entry in entries:
         for number, width in zip(entry, widths, strict=True): row += bits(number, width)
@@ -18,16 +18,16 @@ def packed(entries, widths):
 
 
 def quantized(values):
-    "A table of 65,536 numbers that begins with these, and the place of each in it."
+    "A table of 65,536 numbers that begins with the distinct values, and the index of each value."
     table = sorted(set(values))
     return struct.pack('<65536f', *table, *[0]*(65536 - len(table))), {v: i for i, v in enumerate(table)}
 
 
 def sphinx_file(grams, words=None, spare=0):
-    """The file of a model: per order the n-grams, words with spaces between, with their log10 probability and backoff.
+    """The bytes of a model. `grams` has per order n-grams (words with spaces) with log10 probability and backoff.
 
-    `words` in the order of their numbers, sorted where not given. `spare` n-grams of order 2 that nothing points to
-    are counted too, as in the English model."""
+    `words` are in the order of their numbers, sorted by default. `spare` unreachable bigrams are also counted,
+    as in the English model."""
     words = words or sorted(grams[0])
     order = len(grams)
     def log(x): return struct.unpack('f', struct.pack('f', x/math.log10(1.0001)))[0]

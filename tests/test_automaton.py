@@ -1,4 +1,4 @@
-"The automaton against KenLM: a million questions, states, models with gaps."
+"The automaton agrees with KenLM: a million queries, states, models with gaps."
 import errno
 import gzip
 import math
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
 
 def zipf_text(n, seed):
-    "Sentences of 1 to 12 words of some 700, frequent and rare ones."
+    "Sentences of 1 to 12 words from a vocabulary of about 700 words with Zipf's law."
     rng = np.random.default_rng(seed)
     names = np.array([a + b + c for a in 'bcdfghjlm' for b in 'aeiou' for c in 'bcdfghjklmnpqrst'])
     return [' '.join(names[np.minimum(rng.zipf(1.3, rng.integers(1, 13)), len(names) - 1)]) for _ in range(n)]
@@ -31,7 +31,7 @@ def zipf_text(n, seed):
 
 @njit
 def scores_along(lm, begin, end, words, starts):
-    "log10 probabilities of the words of sentences, and of their ends."
+    "log10 probabilities of the words of sentences and of `</s>`."
     out = np.empty(len(words) + len(starts) - 1, np.float32)
     n = 0
     for i in range(len(starts) - 1):
@@ -45,7 +45,7 @@ def scores_along(lm, begin, end, words, starts):
 
 
 def compare(automaton, lm, sentences):
-    "The largest difference of log10 probabilities, and how many there were."
+    "Largest difference of log10 probabilities, and their number."
     words = [s.split() for s in sentences]
     starts = np.cumsum([0, *map(len, words)])
     ids = automaton.ids([w for ws in words for w in ws])
@@ -66,14 +66,14 @@ def test_a_million_questions(model):
     rng = np.random.default_rng(1)
     automaton = Automaton.load(path)
     mixed_up = [' '.join(rng.permutation((a + ' ' + b).split())) for a, b in zip(text, text[1:])]
-    seen = text + mixed_up # n-grams that it has, and others of the same words
+    seen = text + mixed_up # n-grams of the model, and other n-grams of the same words
     new = zipf_text(60_000, 2) + ['unknown ' + s + ' words of others' for s in text[:2000]]
     worst, n = compare(automaton, NGram.load(path), seen + new)
     assert n > 1_000_000 and worst < 1e-5
 
 
 def test_words_one_by_one(tmp_path):
-    "Each word's probability, and which are unknown, as KenLM has them; also of a model in capitals, also of nothing."
+    "Word scores and unknown words agree with KenLM, also for a model in capitals and for an empty text."
     unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'THE', 'YES', 'NO', "IT'S"])
     (tmp_path/'gaps.arpa').write_text(model_with_gaps())
     texts_of = {'lm.arpa': ["the dog it's", 'x'], 'gaps.arpa': ['a b c b', 'a x <unk>']}
@@ -88,7 +88,7 @@ def test_words_one_by_one(tmp_path):
 
 
 def test_states_merge_histories_as_kenlm_does(model):
-    "As many states as KenLM tells apart, so the search recombines no less."
+    "There are as many states as KenLM distinguishes, so the search recombines equally often."
     import kenlm
     text, path = model
     automaton = Automaton.load(path)
@@ -108,9 +108,9 @@ def test_states_merge_histories_as_kenlm_does(model):
 
 
 def model_with_gaps():
-    """A pruned model: <unk>, some backoffs, and shorter n-grams in which others end are missing.
+    """A pruned model without <unk>, some backoffs, and some suffixes of its n-grams.
 
-    One backoff raises probabilities."""
+    One backoff weight is above 1."""
     pairs = ['<s> a\t-0.1', 'a c\t0.05', 'c b\t-0.7', *(f'{x} {y}\t-0.2' for x in 'bdef' for y in 'acdef')]
     head = ['\\data\\', 'ngram 1=8', f'ngram 2={len(pairs)}', 'ngram 3=3']
     unigrams = ['-99\t<s>\t-0.5', '-1.0\t</s>', '-0.9\ta\t-0.25', '-1.1\tb', '-2e0\tc\t-0.125',
@@ -143,14 +143,14 @@ class Kept(Automaton): MIN_CACHED_BYTES = 0
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    "The folder of arrays that cannot be kept beside their model."
+    "The user's cache, for arrays that cannot be stored next to their model."
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     return tmp_path/'cache'/'b2t_kaggle'/'automata'
 
 
 @pytest.fixture
 def kept(model, tmp_path):
-    "The arrays beside a copy of the model."
+    "Cached arrays next to a copy of the model."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
     Kept.load(path)
@@ -158,7 +158,7 @@ def kept(model, tmp_path):
 
 
 def test_kept_files(kept, tmp_path):
-    "Arrays are used while the file's content is the same, and replaced when it changes or they are damaged."
+    "Cached arrays are used while the file's content stays the same, and rebuilt if it changes or they are damaged."
     path = tmp_path/'lm.arpa'
     written = kept.stat().st_mtime_ns
     os.utime(path, (0, 0))
@@ -173,7 +173,7 @@ def test_kept_files(kept, tmp_path):
 
 
 def test_each_damaged_byte_is_noticed(model, kept, tmp_path):
-    "Whichever byte of the kept arrays is another one, sentences are scored as before, and the file is whole again."
+    "If any byte of the cached arrays is changed, scores stay the same and the cache is rewritten."
     path = tmp_path/'lm.arpa'
     expected = [Kept.load(path).score(s) for s in model[0][:20]]
     whole = kept.read_bytes()
@@ -185,7 +185,7 @@ def test_each_damaged_byte_is_noticed(model, kept, tmp_path):
 
 
 def test_arrays_of_somebody_else_are_not_followed(model, kept, tmp_path):
-    "Whoever does not know this user's number cannot give a file the right checksum."
+    "Without this user's secret, a cache file cannot have the right checksum."
     path = tmp_path/'lm.arpa'
     expected = Kept.load(path).score(model[0][0])
     whole = kept.read_bytes()
@@ -203,14 +203,14 @@ def test_a_pipe_beside_a_model_is_not_waited_for(cache, tmp_path):
 
 
 def test_folders_that_cannot_be_written_to(cache, tmp_path, monkeypatch):
-    "The user's cache keeps the arrays of such files, of each its own."
+    "For models in read-only folders, the user's cache stores the arrays, separately for each file."
     write_cache = automaton._write_cache
     build = automaton._build
     built = []
     def read_only(place, *rest):
         if place.parent != cache: raise OSError(errno.EROFS, 'Read-only file system')
         write_cache(place, *rest)
-    monkeypatch.setattr(automaton, '_write_cache', read_only) # Root may write to any folder
+    monkeypatch.setattr(automaton, '_write_cache', read_only) # Patched, because root may write to any folder
     monkeypatch.setattr(automaton, '_build', lambda path: built.append(path) or build(path))
     paths = [tmp_path/name/'lm.arpa' for name in 'ab']
     for path, text in zip(paths, (['a b'], ['a b', 'c'])):
@@ -223,12 +223,12 @@ def test_folders_that_cannot_be_written_to(cache, tmp_path, monkeypatch):
 
 
 def test_full_disks(model, tmp_path, monkeypatch):
-    "Where nothing can be kept the arrays are used all the same; one warning, and no part of a file is left."
+    "If the arrays cannot be cached, the model is loaded anyway, with one warning and without partial files."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
-    monkeypatch.setattr(sys, 'dont_write_bytecode', True) # Compiled modules would be cut, too
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True) # Compiled modules would also be truncated
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # No file grows beyond 64 kB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # Files cannot grow beyond 64 kB
     try:
         with pytest.warns(UserWarning, match='its arrays are not cached') as warned: found = Kept.load(path)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -237,7 +237,7 @@ def test_full_disks(model, tmp_path, monkeypatch):
 
 
 def unigrams(path, words):
-    "A model of words that differ in probability."
+    "Write a unigram model whose words differ in probability."
     ids = np.arange(len(words))
     write_arpa(path, words, [len(words)], [Grams(ids[:, None], -1 - ids/8, np.zeros(len(words)))])
     return path
@@ -249,7 +249,7 @@ def unigrams(path, words):
 ])
 @pytest.mark.parametrize('unknown', ['<unk>', '<UNK>'])
 def test_capitals(words, unknown, tmp_path):
-    "KenLM, automaton and reader take the same models for models in capitals, and say the same of each word."
+    "KenLM, automaton and reader detect the same models in capitals, and agree about each word."
     path = unigrams(tmp_path/'lm.arpa', [unknown, '<s>', '</s>', *words])
     lm = NGram.load(path)
     ours = Automaton.load(path)
@@ -264,7 +264,7 @@ def test_capitals(words, unknown, tmp_path):
 
 
 def test_other_encodings(tmp_path):
-    "Words that are no UTF-8 are words like others, are written as they were read, and can be named in a complaint."
+    "Words that are not UTF-8 are scored like others, written unchanged, and can be quoted in errors."
     path = tmp_path/'lm.arpa'
     other = tmp_path/'other.arpa'
     path.write_bytes(re.sub(rb'(?<=[\t ])a(?=[\t\n ])', b'na\xefve', model_with_gaps().encode()))
@@ -293,7 +293,7 @@ def test_words_that_no_model_knows(tmp_path):
 
 @pytest.mark.skipif(not Path('/proc/self/smaps').exists(), reason='needs /proc/self/smaps')
 def test_binaries_stay_on_disk(model, tmp_path):
-    "Only the head of a KenLM binary is in memory before it is queried; all of it is where KenLM loads it by itself."
+    "Before queries, only the header of a KenLM binary is in memory; with KenLM's defaults, the whole file is."
     import kenlm
     def resident(path):
         kb = 0
@@ -308,7 +308,7 @@ def test_binaries_stay_on_disk(model, tmp_path):
 
 
 def test_large_ids_do_not_collide():
-    "Keys hold state and word side by side, whatever their size."
+    "Keys combine state and word without collisions, however large both are."
     rng = np.random.default_rng(0)
     table = automaton.empty_table(3000)
     keys = {(int(s) << 32) | int(w) for s, w in rng.integers(0, 2**31 - 1, (3000, 2))}

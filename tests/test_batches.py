@@ -1,4 +1,4 @@
-"Sampling, buckets, filling and prefetching against their definitions."
+"Sampling, buckets, filling and prefetching follow their definitions."
 import gc
 import itertools
 import tempfile
@@ -26,7 +26,7 @@ from b2t_kaggle.data.batches import (
 )
 from b2t_kaggle.data.store import _COLUMNS, TrialStore
 
-# Trials of each day; some days have none, as the real sessions without a split
+# Trials per day; some days have none, like real sessions without a split
 day_counts = st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any)
 
 
@@ -49,12 +49,12 @@ def test_day_balanced_batches(counts, data):
     assert max(per_day.values()) - min(per_day.values()) <= 1
     assert max(per_day.values()) == -(-batch_size//days_per_batch)
     other = make(must)
-    for s in (step + 1, 0): other.batch(s)          # what was asked before makes no difference
+    for s in (step + 1, 0): other.batch(s)          # earlier calls make no difference
     assert np.array_equal(other.batch(step), batch) and np.array_equal(make(from_end).batch(step), batch)
 
 
 def test_days_and_trials_are_drawn_evenly():
-    "Frequencies of 4,000 batches against what uniform draws give, five standard deviations."
+    "Frequencies in 4,000 batches agree with uniform draws, within five standard deviations."
     days = np.repeat([0, 1, 2, 4, 5], [3, 10, 5, 4, 8])
     s = DayBalancedSampler(days, 10, 2, seed=3)
     batches = [s.batch(i) for i in range(4000)]
@@ -62,7 +62,7 @@ def test_days_and_trials_are_drawn_evenly():
     assert n.keys() == {0, 1, 2, 4, 5} and all(abs(c - 1600) < 5*np.sqrt(4000*.4*.6) for c in n.values())
     n = np.bincount(np.concatenate(batches), minlength=30)
     want = 4000*.4*5/np.array([3, 10, 5, 4, 8])[np.searchsorted([0, 1, 2, 4, 5], days)]
-    # Draws of one batch share their day: up to 5 + 1 times the variance
+    # The draws of a batch share their day: up to 5 + 1 times the variance
     assert (abs(n - want) < 5*np.sqrt(want*6)).all()
     assert any(len(set(b)) < len(b) for b in batches)          # with replacement
 
@@ -107,11 +107,11 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it():
 
 
 def store_of(lengths, n_features=8, dtype='float16', seed=0):
-    "A store of random trials of these lengths."
+    "A store of random trials with the given lengths."
     rng = np.random.default_rng(seed)
     xs = [rng.standard_normal((n, n_features)).astype(dtype) for n in lengths]
     ids = [rng.integers(1, 41, rng.integers(0, 9)) for _ in lengths]
-    with tempfile.TemporaryDirectory() as d: # An open store keeps its file
+    with tempfile.TemporaryDirectory() as d: # An open store keeps its deleted file
         metadata = dict(split='train', sessions=['a', 'b', 'c'])
         with RaggedWriter(f'{d}/train.arrow', dtype, (n_features,), _COLUMNS, 'trials', metadata) as writer:
             for i, (x, labels, day) in enumerate(zip(xs, ids, rng.integers(0, 3, len(lengths)))):
@@ -127,7 +127,7 @@ def store_of(lengths, n_features=8, dtype='float16', seed=0):
 def test_a_batch_is_its_trials_padded(lengths, types, seed, data):
     store = store_of(lengths, dtype=types[0], seed=seed)
     batcher = Batcher(store, choose_buckets(lengths, 3), types[1])
-    for _ in range(4):                                            # the memory of earlier batches is used again
+    for _ in range(4):                                            # the memory of earlier batches is reused
         trials = np.array(data.draw(st.lists(st.integers(-1, len(lengths) - 1), min_size=1, max_size=6)))
         assume((trials >= 0).any())
         b = batcher(trials)
@@ -204,12 +204,12 @@ def test_prefetch_keeps_the_order_and_runs_ahead():
     deadline = time.monotonic() + 60
     while len(made) < 4 and time.monotonic() < deadline: time.sleep(0.01)
     time.sleep(0.1)
-    assert 3 <= len(made) <= 5                                    # taken 1, waiting 2, one in hand
+    assert 3 <= len(made) <= 5                                    # 1 consumed, 2 in the queue, 1 being put
     assert list(it) == list(range(1, 50))
 
 
 def test_prefetch_raises_where_the_items_are_taken():
-    before = threads() # Another test may have left what nobody has collected yet
+    before = threads() # Another test may have left threads that are not collected yet
     def items(): yield 1; raise OSError('the disk is gone')
     it = prefetch(items())
     assert next(it) == 1

@@ -1,4 +1,4 @@
-"Boosted words and phrases against all sentences enumerated, with every kind of n-gram, and in streams."
+"Boosted decoding agrees with an enumeration of all sentences, for every kind of n-gram and in streams."
 import math
 import warnings
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ def arpa(folder, order):
 
 
 def with_unigrams(path, words, log_prob):
-    "The same model with further unigrams, written as text."
+    "The same model with additional unigrams, written as an ARPA file."
     lines = path.read_text().splitlines()
     n = next(line for line in lines if line.startswith('ngram 1='))
     lines[lines.index(n)] = f'ngram 1={int(n.split("=")[1]) + len(words)}'
@@ -39,7 +39,7 @@ def with_unigrams(path, words, log_prob):
 
 
 def bonus_of(text, boosts):
-    "The sum of all bonuses, each as often as its words stand in a text."
+    "Sum of all bonuses, each multiplied by the occurrences of its phrase in a text."
     words = text.split()
     total = 0.
     for phrase, bonus in boosts.items():
@@ -56,7 +56,7 @@ boosts = st.dictionaries(
 @settings(max_examples=40, deadline=None)
 @given(posteriors, boosts, st.sampled_from([1, 2, 3]), st.sampled_from(['max', 'sum']), st.sampled_from([0.5, 2.0]))
 def test_equals_enumeration(tmp_path_factory, log_probs, boost, order, merge, lm_weight):
-    "A sentence's total is that of its words, by a model that knows them, and the bonus by definition."
+    "A sentence's total is its score under a model with all its words, plus the bonus by definition."
     folder = tmp_path_factory.getbasetemp()/'boost'
     folder.mkdir(exist_ok=True)
     path = arpa(folder, order)
@@ -93,7 +93,7 @@ SOME = {'a b': 3.0, 'b c aa': 6.0, 'c': 1.5, 'a': -1.0}
 
 
 def test_changed_and_taken_back(lm):
-    "A decoder of which a boost is taken back decodes as one that had none, to the last bit."
+    "After its boost is removed, a decoder gives exactly the results of a decoder without a boost."
     plain = LexiconBeamDecoder(LEXICON, lm)
     boosted = plain.with_boost(SOME)
     trials = random_trials(6)
@@ -118,7 +118,7 @@ def test_streams_and_threads(lm):
 
 
 def test_weights_keep_the_bonus(lm):
-    "A bonus is in nats of the total, whatever the weight of the n-gram is."
+    "A bonus is in nats of the total, whatever the n-gram's weight."
     boosted = LexiconBeamDecoder(LEXICON, lm, boost=SOME)
     decoder = boosted.with_options(acoustic_scale=.5, lm_weight=.25, blank_penalty=3.)
     for h in decoder.decode(random_trials(1)[0]):
@@ -134,7 +134,7 @@ def test_kenlm_has_the_same_bonuses(lm):
 
 
 class Letters:
-    "A fusion whose model likes words of few letters."
+    "A fusion whose model prefers short words."
     weight, every = 0.5, 3
 
     def begin(self, words):
@@ -159,7 +159,7 @@ def frames_of(phonemes, seed=0): return noisy(to_class_ids(phonemes), seed, shar
 
 
 def test_names_are_found(lm):
-    "A name that nobody knows is heard when it is boosted, in a stream, too; the guess is said."
+    "An unknown name is decoded if it is boosted, also in a stream; a warning shows a guessed pronunciation."
     lexicon = build_lexicon(['a', 'b', 'c', 'sacks'])
     plain = LexiconBeamDecoder(lexicon, lm)
     spoken = frames_of('EY SIL BLANK Z AO R B L AE K S SIL'.split())
@@ -179,7 +179,7 @@ def test_names_are_found(lm):
 
 
 def test_a_large_bonus_does_not_empty_the_search(tmp_path):
-    "A bonus only adds to totals, so the best one is at least that of the plain search, whatever the threshold drops."
+    "Bonuses only increase totals, so the best total is at least the plain search's, despite pruning."
     texts = ['the tea is cold', 'tell the time', 'the television is on', 'time for tea', 'more tea for me']
     lm = Automaton.load(build_ngram(texts, tmp_path/'tea.arpa', order=2))
     plain = LexiconBeamDecoder(build_lexicon({w for s in texts for w in s.split()}), lm)

@@ -1,4 +1,4 @@
-"Cleaning a corpus: whatever comes in, what comes out is sentences of words; nothing is kept in memory."
+"Cleaning a corpus: any input gives sentences of words, in constant memory."
 import itertools
 import re
 from collections import Counter
@@ -74,5 +74,5 @@ def test_sentences_left_out_are_counted():
     '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000,
 ])
 def test_a_long_word_is_read_once(word, numbers):
-    "Where the time grows with the square of the length this takes minutes."
+    "This would take minutes if the time grew with the square of the length."
     assert list(clean_text([f'So it was {word} and no more. He went.'], numbers))[-1] == 'he went'

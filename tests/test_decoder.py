@@ -699,7 +699,7 @@ def test_refused_input(change, words, lm):
         (dict(blank_skip=0.3), 'blank_skip is 0.3'),
         (
             dict(lexicon={'A': [['AA']]}),
-            "knows none of the 1 words to be decoded, such as 'A'; give a model of the same language",
+            "knows none of the 1 words to be decoded, such as 'A'; give a model of whole words in the same language",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""`b2t data get`, `b2t lm get`: a connection that breaks, a process that is killed, a disk that is full, a file that is
-damaged, a password that is wrong. The server is on loopback; its oracle is what it was asked."""
+"""`b2t data get` and `b2t lm get` with broken connections, killed processes, full disks, damaged files and wrong
+passwords. The server is on loopback and records its requests."""
 import gzip
 import io
 import os
@@ -37,7 +37,7 @@ def server(monkeypatch):
 
 
 def b2t(*args) -> tuple[int, str]:
-    "Exit code, and the last line of the output, or the error."
+    "Exit code, and last line of the output or the error."
     r = CliRunner(catch_exceptions=False).invoke(main, list(map(str, args)), prog_name='b2t')
     return r.exit_code, (r.stderr if r.exit_code else r.stdout).splitlines()[-1]
 
@@ -45,7 +45,7 @@ def b2t(*args) -> tuple[int, str]:
 def ranges(server) -> list[str | None]: return [headers.get('Range') for _, headers, _ in server.requests]
 
 
-# Connections that break
+# Broken connections
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 4_000), max_size=4))
@@ -109,7 +109,7 @@ def test_a_killed_process(server, tmp_path):
 
 
 def test_a_full_disk(server, tmp_path):
-    "The kernel refuses to write more than 6,000 bytes into a file."
+    "The kernel refuses files of more than 6,000 bytes."
     server.files['/a'] = CONTENT
     r = run_download(f'{server.url}/a', tmp_path, 'full')
     message = r.stderr.splitlines()[-1]
@@ -161,7 +161,7 @@ unpack_zip(sys.argv[1], sys.argv[2])
 
 @pytest.fixture
 def dryad(server, monkeypatch):
-    "A server with the two archives; who asks for files needs a token."
+    "A server with the two archives, whose files require a token."
     monkeypatch.setattr('b2t_kaggle.data.download.DRYAD', server.url)
     for name in ('TOKEN', 'CLIENT_ID', 'CLIENT_SECRET'): monkeypatch.delenv(f'DRYAD_{name}', raising=False)
     entries = []
@@ -210,11 +210,11 @@ def test_a_damaged_archive_is_discarded(dryad, monkeypatch, tmp_path):
     dryad.files[path] = whole
     dryad.requests.clear()
     assert get(tmp_path)[0] == 0
-    assert not any('neuralData' in address for address, *_ in dryad.requests)  # that one is there
+    assert not any('neuralData' in address for address, *_ in dryad.requests)  # it exists already
 
 
 def test_room_is_asked_for_before_the_download(dryad, monkeypatch, tmp_path):
-    "For the archives and for what is in them, which is about a third more."
+    "Space is needed for the archives and for their contents, which are about a third larger."
     monkeypatch.setenv('DRYAD_TOKEN', 'good')
     archives = sum(len(content) for address, content in dryad.files.items() if address.startswith('/storage'))
     needed = int(2.3*archives)
@@ -227,7 +227,7 @@ def test_room_is_asked_for_before_the_download(dryad, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize('program, message, left', [
-    (None, 'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings', []), # Kaggle's own
+    (None, 'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings', []), # Kaggle's message
     ('#!/bin/sh\necho half > "$6/brain-to-text-25.zip"\nexit 1\n', 'failed with exit code', ['brain-to-text-25.zip'])],
     ids=['without a token', 'half of it'])
 def test_where_kaggle_gives_nothing_what_has_come_stays(program, message, left, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"LoRA on model classes with different layers: it learns, deterministically, keeps the weights, saves whole adapters."
+"LoRA on model classes with different layers: it learns deterministically, keeps the weights, saves atomically."
 import os
 
 import numpy as np
@@ -34,13 +34,13 @@ def test_the_loss_is_that_of_scoring(folders):
 @pytest.mark.filterwarnings('ignore:fan_in_fan_out')
 @pytest.mark.parametrize('kind', ['opt', 'llama', 'gpt2'])
 def test_a_tree_has_the_loss_and_the_gradient_of_rows(folders, kind):
-    "One sentence twice, and one that begins with all of another."
+    "One sentence occurs twice, and one is a prefix of another."
     model, tokenizer = load(folders[kind])
     sequences, _ = token_sequences(tokenizer, ['we see', 'we see it', 'they like the code', 'we see it'], end=True)
     model = _add_lora(model, rank=4).eval()
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.manual_seed(0)
-    for p in trained: p.data = torch.randn_like(p)/4 # Else one of the two thin matrices is zero
+    for p in trained: p.data = torch.randn_like(p)/4 # Otherwise one of the two thin matrices is zero
     found = []
     for loss_of in (_batch_loss, _tree_loss):
         loss = loss_of(model, sequences, 2, True)
@@ -72,7 +72,7 @@ def test_it_learns_and_loads_and_leaves_the_weights_alone(folders, kind, tmp_pat
 def test_the_same_seed_gives_the_same_adapter(folders, tmp_path):
     scores = []
     for seed in (0, 0, 1):
-        torch.rand(seed + 3) # Whatever was drawn before
+        torch.rand(seed + 3) # Earlier draws make no difference
         model, tokenizer = load(folders['opt'])
         tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, lr=0.01, seed=seed, progress=False)
         scores.append(score_sentences(tuned, tokenizer, TEXT))
@@ -100,7 +100,7 @@ def test_an_adapter_is_whole_or_the_old_one(folders, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('error', [OSError('Stale file handle'), KeyboardInterrupt()])
 def test_the_old_adapter_comes_back(folders, tmp_path, monkeypatch, error):
-    "Where the second of the two renames fails, or is never come to."
+    "The second of the two renames fails or is interrupted."
     model, tokenizer = load(folders['opt'])
     tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
     old = {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()}

@@ -76,7 +76,7 @@ MODELS = {
     'tokens': (with_json('tokenizer.json', model=dict(type='Later')), 'not loaded'),
     'other tokens': (with_json('tokenizer.json', decoder=None, added_tokens=[]), "reads 'how are you' back as"),
     'shapes': (with_tensors('model.safetensors', lambda w: w | {'lm_head.weight': torch.zeros(3, 32)}),
-               'other shapes'),
+               'the shapes of its weights'),
     'gap': (with_tensors('model.safetensors', without_layer), 'the weights lack model.layers.1.'),
     'cut': (with_bytes('model.safetensors', lambda b: b[:-1]), 'not loaded'),
     'header': (with_bytes('model.safetensors', lambda b: struct.pack('<Q', 1 << 62) + b[8:]), 'not loaded'),

@@ -1,6 +1,6 @@
-"""Interpolating and pruning: the result sums to one in KenLM and has the interpolated probabilities.
+"""Interpolated and pruned models sum to one in KenLM and have the right probabilities.
 
-Models are read as other programs write them."""
+Models of other programs can be read."""
 import math
 import random
 import re
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
 
 def sentences(letters):
-    "Texts of 1 to 12 sentences of 1 to 6 words, each of them a letter."
+    "Texts of 1 to 12 sentences of 1 to 6 one-letter words."
     sentence = st.lists(st.sampled_from(letters), min_size=1, max_size=6).map(' '.join)
     return st.lists(sentence, min_size=1, max_size=12)
 
 
 def prob(lm, context, word):
-    "p(word | context) of a sentence's beginning; `</s>` too."
+    "p(word | context) after the beginning of a sentence; the word may be `</s>`."
     before = lm.score(context, eos=False)
     return math.exp((lm.score(context) if word == '</s>' else lm.score([*context, word], eos=False)) - before)
 
@@ -39,7 +39,7 @@ def assert_normalised(path, contexts):
 @settings(max_examples=25)
 @given(sentences('abcde'), sentences('cdefg'), st.integers(2, 4), st.integers(2, 3), st.floats(.05, .95), st.randoms())
 def test_mixture(tmp_path_factory, one, two, order, other_order, weight, rng):
-    "Models of different orders and vocabularies: every n-gram of the union has its mixed probability."
+    "Every n-gram of models with different orders and vocabularies gets its interpolated probability."
     tmp = tmp_path_factory.mktemp('mix')
     def build(text, name, order):
         order = min(order, max(len(s.split()) for s in text) + 2)
@@ -50,7 +50,7 @@ def test_mixture(tmp_path_factory, one, two, order, other_order, weight, rng):
     assert_normalised(tmp/'mix.arpa', contexts)
     mixed, *parts = map(NGram.load, [tmp/'mix.arpa', *paths])
     assert read_counts(tmp/'mix.arpa')[0] == len({w for p in paths for w in read_arpa(p).words})
-    for s in one + two: # The n-grams of the texts at the beginnings of sentences, as far as the lower order reaches
+    for s in one + two: # n-grams at the beginnings of sentences, up to the lower order
         words = s.split()
         known = min(m.order for m in parts)
         for k in range(min(len(words), known - 1)):
@@ -76,14 +76,14 @@ def test_pruning(tmp_path_factory, text, order, threshold, rng):
     for low, high in zip(kept, kept[1:]): assert all(g[:-1] in low for g in high)
     full = read_arpa(path)
     lm = NGram.load(pruned)
-    for g in read_arpa(pruned).grams[1:]: # What stays keeps its probability
+    for g in read_arpa(pruned).grams[1:]: # Remaining n-grams keep their probabilities
         for ids, p in list(zip(g.ids.tolist(), g.log_prob.tolist()))[:20]:
             words = [full.words[i] for i in ids]
             if words[0] == '<s>': assert prob(lm, words[1:-1], words[-1]) == pytest.approx(10**p, rel=1e-3)
 
 
 def test_weights_find_the_mixture():
-    "Words drawn from a known mixture of known distributions; words that no model knows count for nothing."
+    "Words are drawn from a known mixture of known distributions; unknown words are ignored."
     rng = np.random.default_rng(0)
     models = rng.dirichlet(np.full(50, .3), 3)
     weights = np.array([.6, .3, .1])
@@ -98,9 +98,9 @@ TEXT = [' '.join(random.Random(i).choices('abcdefgh', k=7)) for i in range(60)]
 
 
 def srilm_pruned(path, out, every):
-    """Remove one in `every` bigrams with which no trigram begins, as SRILM's pruning may.
+    """Remove one in `every` bigrams that begin no trigram, as SRILM's pruning may do.
 
-    The backoff weights are no longer right."""
+    The backoff weights are not updated."""
     content = path.read_text().replace('\\end\\', '')
     head = content.split('\\1-grams:\n')[0]
     unigrams, bigrams, trigrams = (content.split(f'\\{n}-grams:\n')[1].split('\\')[0] for n in (1, 2, 3))
@@ -114,7 +114,7 @@ def srilm_pruned(path, out, every):
 
 
 def test_suffixes_that_others_pruned_are_added(tmp_path):
-    "With the probabilities that KenLM, too, finds by backing off; where KenLM gives up, the error says what to do."
+    "They get the probabilities that KenLM finds by backing off; if KenLM refuses a model, the error says what to do."
     path = build_ngram(TEXT, tmp_path/'lm.arpa', order=3)
     holes = srilm_pruned(path, tmp_path/'holes.arpa', 4)
     model = read_arpa(holes)

@@ -1,4 +1,4 @@
-"Exact line searches against brute force, the gate against every threshold, exchanged words by definition."
+"Line searches agree with brute force, the gate with a search over all thresholds, exchanged words with a definition."
 import itertools
 import re
 from dataclasses import replace
@@ -23,7 +23,7 @@ from b2t_kaggle.rescoring.mixture import (
     tune,
 )
 
-number = st.integers(-4, 4).map(float) # Coarse: parallel and equal lines are frequent
+number = st.integers(-4, 4).map(float) # Coarse values, so that parallel and equal lines are frequent
 line = st.tuples(number, number, st.integers(0, 5))
 
 
@@ -37,7 +37,7 @@ def test_line_search_is_brute_force_between_its_edges(trials):
         if b - a < 1e-9: continue
         x = (a + b)/2
         least = most = 0
-        for s, i, e in zip(slopes, at0, errors): # Equal lines with different errors: any of them may win
+        for s, i, e in zip(slopes, at0, errors): # Any of several equal lines may win, and their errors may differ
             total = i + x*s
             best = e[total >= total.max() - 1e-9]
             least += best.min()
@@ -46,7 +46,7 @@ def test_line_search_is_brute_force_between_its_edges(trials):
 
 
 def make(n=60, seed=0, n_hyps=8):
-    "n-best lists with distinct random scores, and references."
+    "Make n-best lists with distinct random scores, and references."
     rng = np.random.default_rng(seed)
     nbest = []
     references = []
@@ -73,7 +73,7 @@ def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
     expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in interpolate(nbest, weights)])]
     trials = mixture._TrialScores(nbest, references)
     np.testing.assert_array_equal(trials.winner_errors(weights), expected)
-    for name in ('alpha', 'acoustic_scale', 'word_score'): # The curve goes through the point
+    for name in ('alpha', 'acoustic_scale', 'word_score'): # The curve contains this point
         steps = trials.curve(name, weights)
         i = np.searchsorted(steps.edges, getattr(weights, name), side='right') - 1
         assert steps.errors[min(i, len(steps.errors) - 1)] == sum(expected)
@@ -93,7 +93,7 @@ def test_totals_and_order_by_definition():
 
 def test_the_gate_is_the_best_of_all_thresholds():
     nbest, references = make(80, seed=3)
-    for hyps in nbest[::4]: # There the LLM misleads
+    for hyps in nbest[::4]: # For these, the LLM is misleading
         hyps[:] = [replace(h, llm=-h.llm, ngram=h.ngram - 60, total=h.total - 60) for h in hyps]
     trials = mixture._TrialScores(nbest, references)
     w = Weights(0.3, 0.6)
@@ -143,7 +143,7 @@ def test_cross_validation_starts_where_tuning_does():
 
 
 def swapped_by_definition(a, b):
-    "Sentences of equal length that differ by substitutions alone, each exchange once."
+    "Exchange each differing word of two sentences of equal length, one at a time."
     a = a.split()
     b = b.split()
     swapped = set()
@@ -179,7 +179,7 @@ def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
 @pytest.mark.filterwarnings('ignore:.*too little text')
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
 def test_a_boosted_word_keeps_its_bonus(tmp_path, load):
-    "The search adds the bonus of a boosted word to the score of the n-gram, which is not part of the n-gram."
+    "The search adds the bonus of a boosted word to its n-gram score, but the n-gram model does not contain it."
     lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2))
     exact = lm.score
     known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]
@@ -198,6 +198,6 @@ def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
     write_nbest(file, interpolate([[LLMHypothesis(**vars(short), llm=-3.)]], Weights()))
     text = file.read_text()
     assert '"llm": -3.0' in text
-    # As it was written before there were a length penalty and checksums
+    # File format before length penalty and checksums
     file.write_text(re.sub(r', "(n_tokens|crc32)": \d+', '', text))
     assert text != file.read_text() and read_nbest(file)[0][0].llm == -3

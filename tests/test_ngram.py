@@ -1,4 +1,4 @@
-"n-gram models: our estimator against an example of lmplz, the probabilities' sums, files with faults."
+"n-gram models: agreement with an example of lmplz, sums of probabilities, faulty files."
 import gzip
 import math
 import random
@@ -33,7 +33,7 @@ it is a glass of water
 i am not at home now
 '''.splitlines()
 
-# What `lmplz -o 3 --discount_fallback` of KenLM writes for SENTENCES: log10 p, words, log10 backoff
+# Output of KenLM's `lmplz -o 3 --discount_fallback` for SENTENCES: log10 p, words, log10 backoff
 KNOWN = '''
 -1.751358 | <unk> | 0
 -0.92081875 | </s> | 0
@@ -59,7 +59,7 @@ def read_arpa(path):
 
 
 def zipf_sentences(n, vocab, seed):
-    "Text with the statistics that discounts can be estimated from: frequent and rare words, phrases that recur."
+    "Text from which discounts can be estimated: frequent and rare words, repeated phrases."
     rng = np.random.default_rng(seed)
     letters = str.maketrans('0123456789', 'abcdefghij')
     draw = lambda k: [str(i).translate(letters) for i in np.minimum(rng.zipf(1.3, k), vocab)]
@@ -86,7 +86,7 @@ sentence = st.lists(st.sampled_from('abcdef'), min_size=1, max_size=6).map(' '.j
        st.booleans(), st.randoms())
 @example(['a a d a b', 'a d a b c', 'a d a b c'], 2, (0,), False, random.Random(0)) # A discount of 0
 def test_probabilities_sum_to_one(tmp_path_factory, sentences, order, prune, restrict, chosen):
-    "After any context, seen or not, the words, <unk> and </s> share a probability of one."
+    "After any context, seen or not, the probabilities of all words, <unk> and </s> sum to one."
     vocab = 'abcd' if restrict else None
     path = tmp_path_factory.mktemp('lm')/'lm.arpa'
     build_ngram(sentences, path, order=order, prune=prune, vocab=vocab)
@@ -124,7 +124,7 @@ def test_files_and_sentences_are_the_same(tmp_path):
     (dict(texts='there_is_no_such.txt'), FileNotFoundError, 'there_is_no_such.txt'),
     (dict(texts=SENTENCES, order=0), ValueError, 'order is 0'),
     (dict(texts=SENTENCES, order=12), ValueError, 'at most 9'),
-    (dict(texts=SENTENCES, prune=(1, 0)), ValueError, 'do not fall'),
+    (dict(texts=SENTENCES, prune=(1, 0)), ValueError, 'in ascending order'),
 ])
 def test_build_refuses(call, error, words, tmp_path):
     (tmp_path/'lm.arpa').write_text('precious')
@@ -174,7 +174,7 @@ def test_kenlm_binaries(kind, bits, suffix, tmp_path):
     arpa = build_ngram(zipf_sentences(300, 300, 0), tmp_path/f'lm{suffix}')
     lm, binary = NGram.load(arpa), NGram.load(kenlm_binary(arpa, tmp_path/'lm.bin', kind, bits))
     ours, theirs = ([m.score(s) for s in [*zipf_sentences(50, 300, 1), 'unknown words here', '']] for m in (lm, binary))
-    np.testing.assert_allclose(ours, theirs, rtol=.02 if bits else 0, atol=1e-4) # 256 values instead of all
+    np.testing.assert_allclose(ours, theirs, rtol=.02 if bits else 0, atol=1e-4) # Quantized to 256 values
     assert (ours != theirs) == bool(bits)
 
 
@@ -190,7 +190,7 @@ def test_perplexity_report(tmp_path):
 
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_capitals(suffix, tmp_path):
-    "A 5-gram in capitals, as participants have, is queried in lower case, whole sentences and word by word."
+    "A 5-gram in capitals can be queried in lower case, with whole sentences and word by word."
     text = build_ngram(SENTENCES, tmp_path/'lower.arpa', order=5).read_text()
     upper = tmp_path/f'upper{suffix}'
     capitals = '\n' + re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), text)
@@ -203,7 +203,7 @@ def test_capitals(suffix, tmp_path):
     scores = []
     for m in (lm, same):
         scorer = KenLMScorer(m, ['i', 'pizza'])
-        scorer.resolve(np.arange(4)) # After the beginning of a sentence
+        scorer.resolve(np.arange(4)) # At the beginning of a sentence
         scores.append(scorer.arcs['log_prob'][scorer.arcs['key'] >= 0])
     np.testing.assert_allclose(*scores, atol=1e-5)
 
@@ -216,7 +216,7 @@ def test_written_text_is_cleaned(tmp_path):
 
 
 def test_parts_change_nothing():
-    "However little is sorted at a time, the tables are the same."
+    "The tables do not depend on how much is sorted at a time."
     tokens, words = kneser_ney._tokenize(zipf_sentences(200, 50, 0))
     whole = kneser_ney._count_ngrams(tokens, len(words), 4)
     for part in (1, 7, 1000):
@@ -225,7 +225,7 @@ def test_parts_change_nothing():
 
 
 def test_scales(tmp_path):
-    """200,000 words take seconds of processor time, and so little memory that 50 million fit into 8 GB.
+    """200,000 words take seconds of CPU time, and so little memory that 50 million words would fit into 8 GB.
 
     The model's perplexity is far below chance."""
     sentences = zipf_sentences(20_000, 5000, 1)

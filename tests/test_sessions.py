@@ -1,4 +1,4 @@
-"Faults of every kind in session files: all are found, all are named, and none slips through reading or writing."
+"All kinds of faults in session files are found and named, by checks, reading and writing."
 import errno
 import shutil
 import subprocess
@@ -101,7 +101,7 @@ FAULTS = {
 } | {f'no {name}': (name, remove(name)) for name in
      ('input_features', 'seq_class_ids', 'transcription', 'n_time_steps', 'seq_len', 'sentence_label', 'session',
       'block_num', 'trial_num')}
-# The trial can be used all the same
+# The trial can still be used
 WARNINGS = {'other sentence', 'not a character', 'duplicate', 'duplicate across splits'}
 
 
@@ -185,9 +185,9 @@ def test_a_file_without_trials(data_dir):
 
 def test_folders(data_dir):
     (data_dir/'t15.2023.08.20').mkdir()             # no file
-    (data_dir/'t15.2023.02.30').mkdir()             # no such day
+    (data_dir/'t15.2023.02.30').mkdir()             # not a date
     shutil.copytree(data_dir/DAY, data_dir/'day 2') # sessions under another name
-    (data_dir/'notes').mkdir()                      # none of our business
+    (data_dir/'notes').mkdir()                      # not a session
     shutil.copy(session_path(data_dir, DAY, 'val'), data_dir/DAY/'data_dev.hdf5')
     named = {Path(f).name for f in validate(data_dir).file}
     assert named == {'t15.2023.08.20', 't15.2023.02.30', 'day 2', 'data_dev.hdf5'}
@@ -242,7 +242,7 @@ def test_round_trip(tmp_path_factory, n_bins, ids, sentence, split):
 
 
 def test_the_official_reader_takes_it(data_dir):
-    "The operations that the official kit performs on a file, one by one."
+    "Perform the operations of the official kit on a file, one by one."
     with h5py.File(session_path(data_dir, DAY, 'val')) as f:
         for g in (f[f'trial_{t:04d}'] for t in range(len(list(f.keys())))):
             codes = g['transcription'][:]
@@ -275,7 +275,7 @@ def test_a_generator_that_fails_leaves_the_old_file(data_dir):
 
 
 def test_one_trial_in_memory_at_a_time(tmp_path):
-    "Writing and reading 40 trials of 2 MB takes far less than their 80 MB."
+    "Writing and reading 40 trials of 2 MB takes far less memory than their 80 MB."
     import tracemalloc
     path = session_path(tmp_path, DAY, 'train')
     tracemalloc.start()
@@ -371,7 +371,7 @@ def test_a_split_under_another_name_is_an_error(data_dir, name):
     assert (Path(row.file).name, row.severity) == (name, 'error') and 'rename the file' in row.advice
 
 
-PADDED = { # As Fortran, C, MATLAB and other writers of HDF5 have text and numbers
+PADDED = { # Text and numbers as Fortran, C, MATLAB and others write them to HDF5
     'spaces': lambda text: text + '   ', 'spaces before': lambda text: '  ' + text,
     'end of line': lambda text: text + '\n',
     'bytes with spaces': lambda text: np.bytes_(text.encode().ljust(30)),
@@ -384,7 +384,7 @@ PADDED = { # As Fortran, C, MATLAB and other writers of HDF5 have text and numbe
 @pytest.mark.parametrize('name, value', [('session', DAY), ('sentence_label', "It's fine.")])
 def test_padded_attributes(data_dir, pad, name, value):
     def change(group):
-        if pad == 'zeros': # Of fixed length, padded with zeros that belong to the text
+        if pad == 'zeros': # Fixed length, padded with zeros that belong to the text
             kind = h5py.h5t.C_S1.copy()
             kind.set_size(40)
             kind.set_strpad(h5py.h5t.STR_SPACEPAD)
@@ -424,7 +424,7 @@ def test_a_file_that_another_process_writes_is_called_that(data_dir):
 
 
 def test_a_file_whose_writer_was_killed_is_called_that(data_dir):
-    "HDF5 notes in such a file that it is open."
+    "HDF5 records in such a file that it is open."
     path = session_path(data_dir, DAY, 'train')
     code = f"import h5py, os; f = h5py.File({str(path)!r}, 'w', libver='latest'); f.swmr_mode = True; os._exit(1)"
     subprocess.run([sys.executable, '-c', code], check=False)

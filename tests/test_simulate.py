@@ -1,4 +1,4 @@
-"The simulated participant against the facts it imitates, and the promises that other rooms rely on."
+"The simulated participant has the statistics it imitates and the properties that other modules rely on."
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_same_seed_same_bytes(small, tmp_path):
 
 
 def test_a_day_does_not_depend_on_how_many_follow(small, tmp_path):
-    "More days leave the recordings of the first ones as they are, up to sentences that a later day holds out."
+    "More days do not change the recordings of the first days, except for sentences that a later day holds out."
     fewer = simulate_dataset(tmp_path, n_sessions=2, train=8, val=3, test=2, lm_sentences=0, seed=4)
     for split in 'val', 'test':
         sessions = (read_session(session_path(d, SCHEDULE[1].session, split)) for d in (small, fewer))
@@ -114,7 +114,7 @@ def test_corpora_in_their_proportions():
 
 
 def test_speed_and_length_match_the_real_participant():
-    "About 30 words a minute; the real sentences give 16 GB / 10,948 trials, that is 710 bins on average."
+    "About 30 words a minute; the real data have 16 GB / 10,948 trials, or 710 bins on average."
     sentences = real('phoneme_labels.csv').sentence_label
     sentences = sentences[~sentences.str.startswith('[')].sample(300, random_state=0)
     rng = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_every_word_has_a_pronunciation():
 
 
 def test_word_order_carries_information():
-    "The entropy of a word given the one before is far below its own, in text the estimate has not seen."
+    "In unseen text, the entropy of a word given the previous word is far below its unigram entropy."
     w = Writer(6)
     text = [['<s>', *normalize_sentence(w.sentence('switchboard')).split()] for _ in range(12_000)]
     seen, new = text[:11_000], text[11_000:]
@@ -191,7 +191,7 @@ def test_arrays_differ_in_what_they_carry():
 
 
 def test_memory_stays_bounded(tmp_path):
-    "A day's val and test trials and one block are in memory, however long the day is."
+    "Only a day's val and test trials and one block are in memory, however long the day is."
     import tracemalloc
     plan_trials(2)
     tracemalloc.start()
@@ -211,7 +211,7 @@ def test_arguments(tmp_path, bad, word):
 
 
 def test_four_words_are_enough_for_every_corpus(tmp_path):
-    "Every corpus has sentences of at most four words, one has no shorter ones, and four are enough for the schedule."
+    "Every corpus has sentences of up to four words, one corpus has no shorter ones, and four suffice for the schedule."
     w = Writer(8)
     shortest = {c: min(len(w.sentence(c).split()) for _ in range(3000)) for c in CORPORA}
     assert max(shortest.values()) == 4, shortest
@@ -256,7 +256,7 @@ def test_other_data_is_never_overwritten(tmp_path):
 
 
 def test_interference_is_off_unless_asked_for(tmp_path):
-    "With none, folders are what they were before there was any; with some, what is said and what is held out stay."
+    "Without interference, folders are unchanged; with it, sentences and splits stay the same."
     options = dict(off={}, without=dict(structured_noise=0.), on=dict(structured_noise=1.),
                    other=dict(structured_noise=2.))
     off, without, on, other = (simulate_dataset(tmp_path/name, **SMALL, **kw) for name, kw in options.items())
@@ -273,7 +273,7 @@ def test_interference_is_off_unless_asked_for(tmp_path):
 
 
 def test_there_is_the_noise_of_a_recording_unless_the_first_one_is_asked_for(tmp_path):
-    "The first one's folders are marked as they were before there was another."
+    "Folders with `neural=1` are marked as they were before `neural=2` existed."
     default, one, two = (simulate_dataset(tmp_path/str(i), **SMALL, **kw)
                          for i, kw in enumerate(({}, dict(neural=1), dict(neural=2))))
     assert files(default) == files(two) and 'neural' not in (one/'simulated.json').read_text()
@@ -292,8 +292,8 @@ def test_there_is_the_noise_of_a_recording_unless_the_first_one_is_asked_for(tmp
 
 
 def test_the_noise_of_a_recording_is_as_defined():
-    """Without speech, moments of a Poisson process whose log rate is Gaussian, and of a log power that shares with it a
-    slow part (0.28 and 0.18) and the scatter (0.5, correlation 0.43): at lags, between neighbours, between features."""
+    """Without speech, crossings have the moments of a Poisson process with a Gaussian log rate. The log power shares
+    its slow part (0.28 and 0.18) and scatter (0.5, correlation 0.43): at lags, between neighbours and features."""
     e = electrodes(1, snr=0., neural=2)[0]
     rng = np.random.default_rng(0)
     recorded = [features(np.zeros((5000, TARGETS.shape[2]), np.float32), e, np.zeros(512), rng) for _ in range(3)]
@@ -321,7 +321,7 @@ def test_the_noise_of_a_recording_is_as_defined():
 
 
 def correlations(crossings, power, array):
-    "Of power with itself 1 and 10 bins later, of an electrode's two features, of an array's electrodes over 0.2 s."
+    "Correlations of power at lags 1 and 10, of an electrode's two features, and within an array over 0.2 s."
     z, x = ((f - f.mean(0))/f.std(0) for f in (power, crossings))
     slow = z[:len(z)//10*10].reshape(-1, 10, z.shape[1]).mean(1)
     others = (array[:, None] == array) & ~np.eye(len(array), dtype=bool)
@@ -329,7 +329,7 @@ def correlations(crossings, power, array):
 
 
 def test_the_noise_of_a_recording_is_that_of_a_real_trial():
-    "Crossings of the real one are drawn as the z-scored log of one more, rows are crossings and power, array by array."
+    "The real trial has z-scored log(1 + crossings); its rows are crossings and power, array by array."
     if not TRIAL.exists(): pytest.skip(f'{TRIAL.name} of the real data is not beside the repository')
     (first, power, second, more) = np.split(np.load(TRIAL, allow_pickle=False).T.astype(float), 4, axis=1)
     drawn = np.hstack([first, second])

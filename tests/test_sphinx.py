@@ -197,7 +197,7 @@ def test_a_run_without_a_general_model(tmp_path, capsys):
     assert line.startswith('27.3 % of the words of val') and 'lm.general=FILE' in line # us, am and zyx of 11
 
 
-@pytest.mark.parametrize('repeat, note', [(1, 'Equal weights: val has 11 words'), (20, 'Weights tuned on 220 words')])
+@pytest.mark.parametrize('repeat, note', [(1, 'val has 11 labelled words'), (20, 'Weights tuned on 220 words')])
 def test_a_run_with_a_general_model(repeat, note, tmp_path, capsys):
     "It is mixed with transcripts and other text; words that only the general model knows can be decoded."
     grams = [{'<s>': (-99, 0), '</s>': (-.5, 0)} | {w: (-1.2, 0) for w in 'us am see the house qwxz'.split()},

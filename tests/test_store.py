@@ -1,4 +1,4 @@
-"Packing under pressure: memory, kills, changed sources, damaged data; days across splits."
+"Packing: memory use, kills, changed sources, damaged data, day numbers across splits."
 import os
 import pickle
 import subprocess
@@ -16,7 +16,7 @@ DAYS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18', 't15.2023.08.20']
 
 
 def make(data_dir, day, split, lengths, seed=0, sentences=('Not too controversial.',)):
-    "A session file of random trials of these lengths."
+    "Write a session file of random trials with the given lengths."
     rng = np.random.default_rng([seed, DAYS.index(day)])
     labelled = split != 'test'
     return write_session(session_path(data_dir, day, split), (
@@ -98,7 +98,7 @@ def test_a_change_is_noticed(data_dir, change):
     after = build(data_dir, 'val', dtype='float32' if change == 'option' else 'float16')
     assert after.path.stat().st_ino != inode
     assert len(after) == dict(content=5, time=4, removed=2, added=5, option=4)[change]
-    assert len(before) == 4 and np.isfinite(before[3].features).all()     # an open store stays whole
+    assert len(before) == 4 and np.isfinite(before[3].features).all()     # an open store stays valid
 
 
 def test_a_file_that_is_no_store_is_replaced_by_build_and_refused_by_open(data_dir):
@@ -208,7 +208,7 @@ WAITS = """if True:
 
 
 def test_a_killed_packing_leaves_nothing_but_what_the_next_one_removes(big_dir):
-    "Killed with the first trial in its hands, and with one of the second session."
+    "The process is killed at the first trial, and at a trial of the second session."
     for n_packed in ('0', '100'):
         (big_dir/'all.arrow').unlink(missing_ok=True)
         command = [sys.executable, '-c', WAITS, big_dir, n_packed]

@@ -1,4 +1,4 @@
-"Recordings of T12: files of MATLAB there and back, values by the public baseline's formula, damage, and a training."
+"T12's recordings: MATLAB files written and read, values of the public baseline, damage, and a training run."
 import base64
 import os
 import random
@@ -34,7 +34,7 @@ BY_SCIPY = '''
 
 
 def baseline(crossings, power, blocks):
-    "Features of the public baseline, [T, 256] each, calculated in float64."
+    "Features of the public baseline, [T, 256] each, computed in float64."
     features = [np.hstack([c[:, :128], p[:, :128]]).astype(float) for c, p in zip(crossings, power)]
     for b in sorted(set(blocks)):
         members = [i for i, other in enumerate(blocks) if other == b]
@@ -46,14 +46,14 @@ def baseline(crossings, power, blocks):
 
 
 def recordings(lengths, seed=0):
-    "Crossings and power of trials of these lengths, neither of which has a feature that does not change."
+    "Crossings and power of trials with the given lengths, without constant features."
     rng = np.random.default_rng(seed)
     return ([rng.poisson(1., (n, 256)).astype(np.uint8) for n in lengths],
             [rng.gamma(2., 3., (n, 256)).astype(np.float32) for n in lengths])
 
 
 def write(folder, part='train', day='t12.2022.05.17', **changes):
-    "A file of three trials of two blocks, with changed variables, or without those that are none."
+    "Write a file of three trials in two blocks, with changed variables; `None` removes a variable."
     crossings, power = recordings([30, 41, 22])
     variables = dict(sentenceText=['It is cold.', "I don't know.", 'Yes'], blockIdx=np.array([[3], [3], [5]], np.uint8),
                      tx1=crossings, spikePow=power) | changes
@@ -62,7 +62,7 @@ def write(folder, part='train', day='t12.2022.05.17', **changes):
 
 
 def refusal(folder):
-    "The problem for which a folder is not imported; it leaves no session."
+    "The problem that prevents the import of a folder, which must leave no session."
     with pytest.raises(SessionError) as error: import_t12(folder, folder/'out')
     assert list((folder/'out').glob('[!.]*')) == []
     return error.value.problem
@@ -219,7 +219,7 @@ def test_a_damaged_file_is_refused_or_read_as_it_was(tmp_path):
         path.write_bytes(data)
         good = read_matlab(path, NAMES)
         for _ in range(300):
-            # Mostly the heads of variables, where sizes and types are
+            # Mostly the headers of variables, which contain sizes and types
             at = draw.randrange(120, min(len(data), draw.choice((600, 2000, len(data)))))
             path.write_bytes(data[:at] + bytes([draw.randrange(256)]) + data[at + 1:])
             try: found = read_matlab(path, NAMES)
@@ -233,7 +233,7 @@ def test_a_damaged_file_is_refused_or_read_as_it_was(tmp_path):
 
 
 def elements(data):
-    "Begin and end of the compressed bytes of each variable."
+    "Start and end of each variable's compressed bytes."
     at = 128
     while at < len(data):
         end = at + 8 + int.from_bytes(data[at + 4:at + 8], 'little')

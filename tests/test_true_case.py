@@ -1,4 +1,4 @@
-"Models of text with capitals (`I`, `I'm`, names) know the words of lower case, in each form that a model comes in."
+"Models of text with capitals (`I`, `I'm`, names) can be queried in lower case, in every file format."
 import math
 import re
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ needs_kenlm = pytest.mark.skipif(find_spec('kenlm') is None, reason='the package
 
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
-    "A model in lower case, and the same with some of its words in the case in which people write them."
+    "A model in lower case, and the same model with some words in their usual case."
     folder = tmp_path_factory.mktemp('lm')
     plain = build_ngram(TEXT, folder/'plain.arpa', order=3)
     cased = folder/'cased.arpa'
@@ -39,7 +39,7 @@ def test_scores_are_those_of_lower_case(models):
 
 
 def test_words_with_accents_are_those_of_the_lexicon(tmp_path):
-    "The lexicon has plain words, and so has every text that is decoded or scored."
+    "The lexicon has plain words, like every text that is decoded or scored."
     write_arpa(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Café', 'nai\u0308ve', 'crème', 'creme'], [7],
                [Grams(np.arange(7)[:, None], -np.arange(7.), np.zeros(7))])
     lm = load_ngram(tmp_path/'lm.arpa')
@@ -88,7 +88,7 @@ def test_lexicon_and_tools(models, tmp_path):
 ])
 @pytest.mark.parametrize('first', [0, 1])
 def test_which_spelling_is_taken(reader, words, name, taken, first, tmp_path):
-    "That of lower case, else the most probable, wherever it stands in the file."
+    "The lower-case spelling is used, else the most probable one, wherever it is in the file."
     all_words = ['<unk>', '<s>', '</s>', *(words[::-1] if first else words)]
     log_prob = np.array([-3, 0, -2, *(-1.5 - words.index(w) for w in all_words[3:])])
     if name in words: log_prob[all_words.index(name)] = -9

@@ -1,6 +1,6 @@
-"""All that the kit does where kenlm is not installed, as on Python 3.13, on which it does not compile.
+"""The kit without kenlm, which does not compile on Python 3.13.
 
-Each test is a process in which the package cannot be imported. tests/test_imports.py imports every module so."""
+Each test runs a process in which kenlm cannot be imported. tests/test_imports.py imports every module this way."""
 import json
 import os
 import subprocess
@@ -74,7 +74,7 @@ def test_everything_but_binaries(tmp_path):
     ['lm', 'report', 'model.bin', '--text', 'text.txt'],
 ], ids=['run', 'report'])
 def test_a_command_says_in_one_line_what_to_install(args, tmp_path):
-    "And a run says it before it does anything."
+    "A run also prints it, before it starts."
     (tmp_path/'model.bin').write_bytes(BINARY)
     (tmp_path/'text.txt').write_text('a b\n')
     r = process('from b2t_kaggle.cli.command import main\nmain(sys.argv[1:])', tmp_path, *args)

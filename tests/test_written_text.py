@@ -1,4 +1,4 @@
-"Curly apostrophes, long dashes, hard spaces and accents at each entrance of text: the words are those of plain text."
+"Curly apostrophes, long dashes, hard spaces and accents in any input give the same words as plain text."
 import json
 
 import numpy as np
@@ -65,7 +65,7 @@ def test_error_rates_treat_both_sides_alike():
                         for t, text in [(0, WRITTEN), (1, 'so\u2028it is')])),
 ])
 def test_sentences_of_other_systems(name, content, tmp_path):
-    "A line separator within a sentence ends no line: the trials behind it would be others."
+    "A line separator inside a sentence does not end a line, or the numbers of later trials would shift."
     (tmp_path/name).write_text(content, encoding='utf-8')
     (tmp_path/'b.txt').write_text(f'{PLAIN}\nso it is\n')
     hypotheses = read_hypotheses(tmp_path/name, tmp_path/'b.txt')

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-# Kind of model to (token before each text, token at the end of a document), as in the real tokenizers
+# Model kind -> (token before each text, token at the end of a document), as in the real tokenizers
 SPECIAL_TOKENS = dict(opt=('</s>', '</s>'), llama=('<s>', '</s>'), gpt2=('<|endoftext|>', '<|endoftext|>'))
 PUTS_START_FIRST = 'opt', 'llama'
 
 
 def train_tokenizer(kind: str, sentences: Sequence[str], vocab_size: int):
-    "A byte-level BPE tokenizer of the `tokenizers` package, and the names of its start and end tokens."
+    "Train a byte-level BPE tokenizer with `tokenizers`; also returns its start and end tokens."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     start, end = SPECIAL_TOKENS.get(kind, (None, '<|endoftext|>'))
     tokenizer = Tokenizer(models.BPE())
@@ -27,7 +27,7 @@ def train_tokenizer(kind: str, sentences: Sequence[str], vocab_size: int):
 
 
 def tiny_config(kind: str) -> dict:
-    "Sizes of a model of that kind: 2 layers of 32 units."
+    "Configuration of a model of this kind with 2 layers of 32 units."
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
                  initializer_range=0.3)
     if kind == 'opt': return sizes | dict(ffn_dim=64, word_embed_proj_dim=32)
@@ -36,16 +36,16 @@ def tiny_config(kind: str) -> dict:
 
 
 def tiny_lm(
-    folder: str | Path,        # Where to save model and tokenizer, as `transformers` saves models
+    folder: str | Path,        # Folder for model and tokenizer, in the format of `transformers`
     kind: str,                 # `opt`, `llama`, `qwen2`, `gpt2`, or another name of a causal model in transformers
-    sentences: Sequence[str],  # The tokenizer is trained on them
-    vocab_size: int = 300,     # At most so many tokens; byte-level BPE needs 256
-    **config,                  # More of the model's configuration
+    sentences: Sequence[str],  # Sentences to train the tokenizer on
+    vocab_size: int = 300,     # Maximum number of tokens; byte-level BPE needs 256
+    **config,                  # Further values of the model's configuration
 ) -> Path:
     """A tiny causal language model with random weights (the same at each call) and its tokenizer.
 
-    As with the real ones, the tokenizers of opt (`</s>`) and llama (`<s>`) put a token before each text; the others
-    put none."""
+    Like the real tokenizers, those for opt (`</s>`) and llama (`<s>`) put a token before each text, and the others
+    do not."""
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     tokenizer, start, end = train_tokenizer(kind, sentences, vocab_size)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=start, eos_token=end).save_pretrained(folder)
@@ -59,7 +59,7 @@ def tiny_lm(
 
 
 def tiny_tts(
-    folder: str | Path, # Where to save model and tokenizer
+    folder: str | Path, # Folder for model and tokenizer
 ) -> Path:
     "A tiny text-to-speech model, VITS as in facebook/mms-tts-eng, with random weights and a tokenizer of letters."
     import json
@@ -84,11 +84,11 @@ def tiny_tts(
 
 
 def tiny_audio_model(
-    folder: str | Path, # Where to save model and feature extractor
+    folder: str | Path, # Folder for model and feature extractor
     kind: str,          # `whisper` or `qwen2_audio`
-    seconds: int = 2,   # What the tower hears at a time
+    seconds: int = 2,   # Seconds of audio that the tower takes
 ) -> Path:
-    "A tiny model with an audio tower and random weights, as a whole, as the real ones are saved."
+    "A tiny model with an audio tower and random weights, saved as a whole like the real ones."
     from transformers import AutoConfig, WhisperFeatureExtractor
     from transformers import Qwen2AudioForConditionalGeneration as Qwen2Audio
     from transformers import WhisperForConditionalGeneration as Whisper
@@ -110,14 +110,14 @@ def tiny_audio_model(
 
 
 def tiny_audio_llm(
-    folder: str | Path,        # Where to save model and processor
-    sentences: Sequence[str],  # The tokenizer is trained on them
-    vocab_size: int = 300,     # At most so many tokens; byte-level BPE needs 256
-    seconds: int = 2,          # What the tower hears at a time
+    folder: str | Path,        # Folder for model and processor
+    sentences: Sequence[str],  # Sentences to train the tokenizer on
+    vocab_size: int = 300,     # Maximum number of tokens; byte-level BPE needs 256
+    seconds: int = 2,          # Seconds of audio that the tower takes
     tower: dict | None = None, # Other sizes of the tower
     text: dict | None = None,  # Other sizes of the text model
 ) -> Path:
-    "A tiny Qwen2-Audio that can write: its processor with the chat template, and random weights, as the real one."
+    "A tiny Qwen2-Audio with text output, random weights, and a processor with a chat template like the real one."
     from transformers import PreTrainedTokenizerFast, Qwen2AudioConfig, Qwen2AudioProcessor, WhisperFeatureExtractor
     from transformers import Qwen2AudioForConditionalGeneration as Qwen2Audio
     trained, _, end = train_tokenizer('qwen2', sentences, vocab_size)
@@ -142,12 +142,12 @@ def tiny_audio_llm(
 
 
 def tiny_whisper(
-    folder: str | Path,       # Where to save model, tokenizer and feature extractor
-    sentences: Sequence[str], # The tokenizer is trained on them
-    vocab_size: int = 300,    # At most so many tokens; byte-level BPE needs 256
-    **config,                 # More of the model's configuration
+    folder: str | Path,       # Folder for model, tokenizer and feature extractor
+    sentences: Sequence[str], # Sentences to train the tokenizer on
+    vocab_size: int = 300,    # Maximum number of tokens; byte-level BPE needs 256
+    **config,                 # Further values of the model's configuration
 ) -> Path:
-    "A tiny Whisper with random weights and the tokenizer of its class; it hears 2 s."
+    "A tiny Whisper for 2 s of audio, with random weights and a tokenizer of its class."
     import json
 
     from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperTokenizer
@@ -172,15 +172,15 @@ def tiny_whisper(
 
 
 def tiny_gguf(
-    path: str | Path,         # The file to write
-    sentences: Sequence[str], # The tokenizer is trained on them
-    folder: str | Path,       # Where the same model is saved as `transformers` saves it
-    architecture: str = 'llama', # Name of the kind of model in the file
+    path: str | Path,         # File to write
+    sentences: Sequence[str], # Sentences to train the tokenizer on
+    folder: str | Path,       # Folder for the same model in the format of `transformers`
+    architecture: str = 'llama', # Model architecture named in the file
 ) -> Path:
-    """A tiny Llama with random weights and its tokenizer, in the form of llama.cpp, by the writer of the package gguf.
+    """A tiny Llama with random weights and its tokenizer in llama.cpp's format, written with the package gguf.
 
-    The weights are those that bfloat16 can hold. Llama.cpp's order of the rows of two matrices is another one: a pair
-    that is turned together stands side by side."""
+    bfloat16 can represent the weights. llama.cpp orders the rows of two matrices differently: the two rows of a
+    rotary pair are adjacent."""
     import json
 
     import gguf

@@ -98,7 +98,7 @@ def _sample_groups(self: DayBalancedSampler, days_of_trials: np.ndarray, shares:
         if not len(members): raise ValueError(f'data.shares: there are no training trials of {name}')
         if (n := len(np.unique(days))) < n_days[name]:
             raise ValueError(f'data.days_per_batch = {days_per_batch} has {n_days[name]} days of {name}, whose share '
-                             f'is {share}, but only {n} of its days have trials; lower one of them')
+                             f'is {share}, but only {n} of its days have trials; lower one')
         self._groups.append((members, DayBalancedSampler(days, n_trials[name], n_days[name], seed)))
 
 # %% ../../nbs/data/04_batches.ipynb #c015

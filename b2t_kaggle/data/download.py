@@ -332,7 +332,7 @@ def get_from_kaggle(
     folder: str | Path,     # Folder for the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # Folder of the sessions
-    """Fetch the files of the competition with Kaggle's client and unpack them; `brain-to-text-25.zip` from a browser works
+    """Fetch the competition's files with Kaggle's client and unpack them; `brain-to-text-25.zip` from a browser works
     as well. Raises `AccessError` if Kaggle refuses, `DownloadError` without a client, `OSError` on a full disk."""
     folder = Path(folder)
     if not _missing(folder): return _recordings_folder(folder)

@@ -488,7 +488,7 @@ def _claim(folder: Path, parameters: dict) -> None:
                             'choose another folder')
     names = [*list_sessions(folder), *(p.name for p in folder.glob(_LM_TEXT))] if folder.exists() else []
     if names:
-        raise SimulateError(f'{folder}: has {names[0]}, but no {_MARKER}, so it was not simulated '
+        raise SimulateError(f'{folder}: holds {names[0]}, but no {_MARKER}, so it was not simulated '
                             'and is not overwritten; choose another folder')
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(marker, json.dumps(parameters))
