@@ -215,7 +215,7 @@ def _problems(raw: dict, file: str | Path, key: str, session: str, split: str, d
     faults = list(_check_types(raw, split, n_features(session)))
     checked = set(_fields(split)) - {field for field, *_ in faults}
     if 'session' in checked and raw['session'] != session:
-        advice = "the file is in another session's folder, or its attribute is wrong"
+        advice = "the file lies in another session's folder, or its attribute is wrong"
         faults.append(('session', _short(raw['session']), session, advice))
     if 'input_features' in checked: faults += _check_features(raw, checked, np.dtype(dtype), subset)
     if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
@@ -269,7 +269,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str
     if not keys: report('', 'no trials', 'groups trial_0000, trial_0001, …', 'remove the file, or fetch it again')
     gaps = [(key, f'trial_{i:04d}') for i, key in enumerate(keys) if key != f'trial_{i:04d}']
     for key, expected in gaps[:1]:  # One gap shifts all later names
-        advice = 'renumber the trials from trial_0000 on, without a gap'
+        advice = 'trials are numbered from trial_0000 without a gap; number them again'
         report(key, f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
         try:
@@ -277,7 +277,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str
             is_group = isinstance(item := f.get(key), h5py.Group)
         except KeyError: is_group = False # A broken link
         except ReadError as e:
-            report(key, str(e), 'a group with datasets and attributes', 'it is not read')
+            report(key, str(e), 'a group with datasets and attributes', 'it is left alone')
             continue
         if is_group: groups[key] = item
         else: report(key, 'no readable group', 'a group with datasets and attributes', _FETCH)
@@ -295,7 +295,7 @@ def _check_duplicate(raw: dict, path: str | Path, key: str, seen: dict) -> Itera
     first = seen.setdefault(numbers, place)
     if first != place:
         yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again',
-                      'each trial once in a session', f'it is also in {first}; remove one of them', 'warning')
+                      'each trial once in a session', f'it is in {first} too; remove one of them', 'warning')
 
 # %% ../../nbs/data/00_sessions.ipynb #c034
 def tidy_bad_trials(
@@ -491,7 +491,7 @@ def validate(
                 before = file_state(path)
                 scan = [p for _, _, faults in _scan(path, seen, bad_trials, dtype, feature_subset) for p in faults]
                 if file_state(path) != before: # Changes may cause other faults
-                    scan = [Problem(str(path), '', '', 'a change during the check', 'a file that does not change',
+                    scan = [Problem(str(path), '', '', 'a change during the check', 'a file that stays as it is',
                                     'wait until it is complete, and check again')]
                 problems += scan
     return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])

@@ -67,10 +67,10 @@ class NGram:
         # KenLM's messages may contain bytes of the file or absurd counts
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e:
             message = ' '.join(str(e).split())[:300]
-        if is_kenlm_binary(path): raise ValueError(f'{path}: not a readable KenLM binary; {message}')
+        if is_kenlm_binary(path): raise ValueError(f'{path}: not a KenLM binary that can be read; {message}')
         for _ in ArpaReader(path): pass # Raises an error for the first wrong line
-        raise ValueError(f'{path}: KenLM refuses this ARPA file, but load_ngram reads it; `b2t lm prune {path} '
-                         '-o NEW.arpa --threshold 0` rewrites it for KenLM')
+        raise ValueError(f'{path}: an ARPA file that KenLM refuses and load_ngram reads; `b2t lm prune {path} '
+                         '-o NEW.arpa --threshold 0` writes it in the form that KenLM reads')
 
     def spell(self, word: str) -> str:
         "The model's spelling of a word."
@@ -141,7 +141,7 @@ def _long_enough(sentences: Iterable[str], order: int) -> Iterator[str]:
     for s in sentences:
         longest = max(longest, s.count(' ') + 1)
         yield s
-    if not longest: raise ValueError('the text has no words; give files or sentences with words')
+    if not longest: raise ValueError('the text holds no words; give files or sentences with some')
     if longest + 2 < order:
         raise ValueError(f'order is {order}, but the longest sentence of the text has {longest} words; '
                          f'expected order at most {longest + 2}')
@@ -166,7 +166,7 @@ def build_ngram(
     if order < 1: raise ValueError(f'order is {order}; expected 1 or more')
     prune = list(prune)[:order]
     if not prune or prune != sorted(prune) or prune[0] < 0:
-        raise ValueError(f'prune is {prune}; expected thresholds in ascending order, such as (0, 0, 1)')
+        raise ValueError(f'prune is {prune}; expected thresholds that do not fall, such as (0, 0, 1)')
     prune += prune[-1:]*(order - len(prune))
     vocab = None if vocab is None else set(normalize_words(vocab))
     sentences = _long_enough(clean_text(texts, numbers, None, left_out) if clean else read_sentences(texts), order)
@@ -213,9 +213,9 @@ def oov_advice(
     "Advice if many words cannot be decoded, otherwise empty."
     if not rate > MANY_OOV: return ''
     return (f'{percent(rate)} of the words of val cannot be decoded, because they are not among the {n_words:,} that '
-            'the language model has, and each costs an error or more. Give text with --set lm.texts=[FILE], or a '
-            'general model to mix in with --set lm.general=FILE (the wheel from `pip download pocketsphinx --no-deps` '
-            'contains one), or a complete model with --set lm.path=FILE (`b2t lm get` lists some)')
+            'the language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '
+            'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches '
+            'holds one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
 
 # %% ../../nbs/lm/07_ngram.ipynb #c022
 def model_report(
