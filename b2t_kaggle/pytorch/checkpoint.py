@@ -135,7 +135,7 @@ def _at_most(n: int, path: Path) -> Iterator[None]:
         for hook in hooks: hook.remove()
 
 def weights_file(
-    path: str | Path, # Our file, the official `checkpoint` folder, or the folder that holds it
+    path: str | Path, # Our file, the official `checkpoint` folder, or its parent folder
 ) -> Path:
     "Path of the file with the weights. Raises `CheckpointError`."
     file = find_checkpoint(path, 'pytorch')
@@ -144,7 +144,7 @@ def weights_file(
                               'best.pt (ours)')
 
 def load_with_facts(
-    path: str | Path, # Our file, the official `checkpoint` folder, or the folder that holds it
+    path: str | Path, # Our file, the official `checkpoint` folder, or its parent folder
 ) -> tuple[Encoder, Config, dict]:
     """Model in evaluation mode, its configuration (`data.sessions` lists its days in order), and
     the rest of the file. Raises `CheckpointError`."""

@@ -132,7 +132,7 @@ _LARGE = 1e4 # Gate input that opens the update gate fully for any state
 def _scan_gru_layer(x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
                     hold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """States `[T, B, H]`, float32 or wider, of one GRU layer in one direction (Cho et al., 2014, with the reset gate
-    after the product), and its final state `[B, H]`. `hold` `[T, B]` masks frames that keep it."""
+    after the product), and its final state `[B, H]`. `hold` `[T, B]` masks frames that keep the state."""
     gates = F.linear(x, w_ih, b_ih)
     if hold is not None:
         r, z, n = gates.chunk(3, -1)

@@ -87,7 +87,7 @@ def score_texts(llm: AudioLanguageModel, vectors: Tensor, n_vectors: Tensor, tex
 
 # %% ../../../../nbs/pytorch/audio/llm/07_inference.ipynb #c012
 def infer_sentences(
-    checkpoint: str | Path, # `best.pt` of a run with an audio LLM, or the folder that holds it
+    checkpoint: str | Path, # `best.pt` of a run with an audio LLM, or its folder
     stores: Mapping[str, TrialStore], # Trials by split, in the order of inference
     cfg: Config,            # Configuration of device, precision, audio LLM and search
     trials: Mapping[str, Sequence[int]] | None = None, # Selected trials of each split; None means all
@@ -111,7 +111,7 @@ def infer_sentences(
     return ((split, written) for split, store in stores.items() for written in write(split, store))
 
 def load_audio_model(
-    path: str | Path,       # `best.pt` of a run with an audio LLM, or the folder that holds it
+    path: str | Path,       # `best.pt` of a run with an audio LLM, or its folder
     local: AudioConfig | None = None, # Local name and quantization of the audio LLM; None means as in training
     device: str = 'cpu',    # Device for the weights
     unseen: str | None = None, # End of the error for a model trained on val; None accepts it
