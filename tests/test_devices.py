@@ -121,7 +121,7 @@ SIMULATED = {
         kind='tpu', tpu=(None, 4, None, None), plan=('xla', 'TPU of unknown generation', 'bfloat16', 1),
         words=['variables   none']),
     'variables without hardware': no_torch_on(
-        ['ISTPUVM promises a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={},
+        ['ISTPUVM indicates a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={},
         variables=KAGGLE),
     'TPU, torch_xla missing': no_torch_on(
         ['the TPU is not used: torch_xla is not installed (torch 2.8.0)',
@@ -146,15 +146,15 @@ SIMULATED = {
     'GPUs': Simulated(
         {}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (H200, H200),
         kind='cuda', plan=('cuda', 'NVIDIA H200', 'bfloat16', 2),
-        words=['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'a GPU is here; computes bfloat16',
+        words=['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'found a GPU; computes bfloat16',
                'torch_xla   not installed; only a TPU needs it',
                'tensorflow  cuda (NVIDIA H200, 2 devices), bfloat16']),
     'a GPU without bfloat16': Simulated(
         {'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8'), NETWORK_CARD]),
         {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,),
         kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 1),
-        words=['cuda (Tesla T4), float16: a GPU is here; does not compute bfloat16 (compute capability 7.5, 8.0 '
-               'would), but float16, with a scaled loss', 'tensorflow-cpu 2.20.0 is built without CUDA']),
+        words=['cuda (Tesla T4), float16: found a GPU; does not compute bfloat16 (compute capability 7.5; 8.0 '
+               'needed), but float16, with a scaled loss', 'tensorflow-cpu 2.20.0 is built without CUDA']),
     'T4 x 2': Simulated(
         {}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (T4, T4),
         kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 2),
@@ -162,7 +162,7 @@ SIMULATED = {
     'a GPU without tensor cores': Simulated(
         {}, {}, {'torch': '2.10.0'}, (P40,),
         kind='cuda', plan=('cuda', 'Tesla P40', 'float32', 1),
-        words=['float32: a GPU is here; does not compute bfloat16 (compute capability 6.1, 8.0 would), and has no '
+        words=['float32: found a GPU; does not compute bfloat16 (compute capability 6.1; 8.0 needed), and has no '
                'tensor cores']),
     'nothing': Simulated(
         {'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824),
@@ -253,11 +253,11 @@ def test_precision_on_a_tpu(tmp_path):
 
 
 @pytest.mark.parametrize('name, accelerator, precision, message', [
-    ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; take one of auto, cpu, cuda, tpu, xla"),
-    ('nothing', 'cpu', 'float8', "precision 'float8' does not exist; take one of auto, float32, bfloat16, float16"),
+    ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; choose one of auto, cpu, cuda, tpu, xla"),
+    ('nothing', 'cpu', 'float8', "precision 'float8' does not exist; choose one of auto, float32, bfloat16, float16"),
     ('nothing', 'cuda', 'auto', 'accelerator cuda: PyTorch finds no CUDA device (torch not installed)'),
     ('nothing', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
-    ('nothing', 'xla', 'auto', 'must be asked for with PJRT_DEVICE=CPU'),
+    ('nothing', 'xla', 'auto', 'must be requested by PJRT_DEVICE=CPU'),
     ('GPUs', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
     ('PJRT on the processor', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
 ])
@@ -300,7 +300,7 @@ TENSORFLOW = {
         'kaggle v5e-8', None, 'tpu', f'accelerator tpu: tensorflow-cpu 2.20.0 {NO_KERNELS}'),
     'a build of which only the start tells': (
         'kaggle v6e-8', {'tensorflow': '2.20.0'}, 'auto',
-        ('tpu', 'bfloat16', 8, 'whether tensorflow 2.20.0 is built for TPUs shows when it starts')),
+        ('tpu', 'bfloat16', 8, 'whether tensorflow 2.20.0 is built for TPUs is known once it starts')),
     'a nightly build without kernels': (
         'kaggle v6e-8', {'tf-nightly-cpu': '2.22.0'}, 'auto',
         ('cpu', 'float32', 1, f'tf-nightly-cpu 2.22.0 {NO_KERNELS}')),
@@ -310,7 +310,7 @@ TENSORFLOW = {
         "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
     'variables and no TPU': (
         'variables without hardware', TF_TPU, 'auto',
-        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM promises a TPU, but no device file')),
+        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM indicates a TPU, but no device file')),
     'the build for TPUs, on the processor': (
         'kaggle v5e-8', TF_TPU, 'cpu',
         ('cpu', 'float32', 1, 'tensorflow-tpu 2.20.0 compiles for TPUs only, so this is slow')),
@@ -319,9 +319,9 @@ TENSORFLOW = {
     'no TensorFlow': ('nothing', None, 'auto', 'pip install b2t_kaggle[tf]'),
     'GPUs': (
         'GPUs', None, 'auto',
-        ('cuda', 'bfloat16', 2, 'a GPU is here; computes bfloat16; GRU layers in float32, with factors in TF32')),
+        ('cuda', 'bfloat16', 2, 'found a GPU; computes bfloat16; GRU layers in float32, with factors in TF32')),
     'GPUs, a build of another name': (
-        'GPUs', {'tensorflow-rocm': '2.14.0'}, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here')),
+        'GPUs', {'tensorflow-rocm': '2.14.0'}, 'auto', ('cuda', 'bfloat16', 2, 'found a GPU')),
     'GPUs left alone': ('GPUs', None, 'cpu', ('cpu', 'float32', 1, 'asked for')),
     'a GPU without bfloat16': (
         'a GPU without bfloat16', {'tensorflow': '2.20.0'}, 'cuda',
@@ -356,7 +356,7 @@ def test_tensorflow(name, tmp_path):
 
 def test_tensorflow_and_torch_xla_share_no_tpu(tmp_path):
     d = replace(simulate('kaggle v5e-8', tmp_path), packages=TF_TPU, imported=frozenset({'torch_xla'}))
-    with pytest.raises(DeviceError, match='a TPU belongs to one of the two'): plan_tensorflow(d, 'tpu')
+    with pytest.raises(DeviceError, match='only one of the two can use a TPU'): plan_tensorflow(d, 'tpu')
 
 
 @pytest.mark.parametrize('name, given, address', [
@@ -490,7 +490,7 @@ def test_start_that_fails(tmp_path):
                  __init__="raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
     fake_package(tmp_path, 'libtpu', '0.0.17')
     r = python(START.format('xla'), tmp_path, PJRT_DEVICE='CPU')
-    assert r.stdout.startswith('ERROR') and 'undefined symbol' in r.stdout and 'are a pair' in r.stdout, r.stderr
+    assert r.stdout.startswith('ERROR') and 'undefined symbol' in r.stdout and 'torch_xla match' in r.stdout, r.stderr
     r = python(START.format('tpu'), tmp_path, PJRT_DEVICE='TPU', TPU_LIBRARY_PATH='/nowhere/libtpu.so')
     assert r.stdout.startswith('ERROR TPU_LIBRARY_PATH=/nowhere/libtpu.so is not a file'), r.stdout + r.stderr
 

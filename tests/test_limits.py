@@ -31,8 +31,8 @@ for _ in range(10**5): threading.Thread(target=time.sleep, args=(999,), daemon=T
 
 @pytest.mark.parametrize('code, which, limit, words', [
     (FILES, resource.RLIMIT_NOFILE, 50, 'this process may open no more files (ulimit -n)'),
-    (MEMORY, resource.RLIMIT_AS, 4 << 30, 'no memory is left, or this process may have no more of it (ulimit -v)'),
-    (BYTES, resource.RLIMIT_AS, 4 << 30, 'no memory is left, or this process may have no more of it (ulimit -v)'),
+    (MEMORY, resource.RLIMIT_AS, 4 << 30, 'no memory is left, or this process has reached its limit (ulimit -v)'),
+    (BYTES, resource.RLIMIT_AS, 4 << 30, 'no memory is left, or this process has reached its limit (ulimit -v)'),
     (THREADS, resource.RLIMIT_AS, 4 << 30, 'no more processes or threads may be started (ulimit -u'),
 ])
 def test_a_limit_that_is_reached_is_named(code, which, limit, words):

@@ -261,16 +261,16 @@ def test_a_checkpoint_of_both_starts_one(folders, trained, tmp_path):
 
 def test_refusals_in_one_line(folders, stores):
     for text, values in {
-        'data.dataset_dir names 2 folders, of several participants, and model.participants none':
+        'data.dataset_dir names 2 folders, one per participant, but model.participants is not set':
             {'data.dataset_dir': folders},
         'data.shares = {\'t15\': 1.0} must add up to 1 and have a part for each of model.participants, t12, t15':
             {'data.shares': {'t15': 1.}, 'model.participants': BOTH},
         'TensorFlow has only {}; set that, or train.framework=pytorch':
             {'model.participants': BOTH, 'train.framework': 'tensorflow'},
         'train.frozen is true, but train.init_checkpoint_path names no checkpoint': {'train.frozen': True},
-        'audio.llm is set, with which train.frozen = True does not work; set it to False':
+        'audio.llm does not work with train.frozen = True; set that to False':
             {'train.frozen': True, 'train.init_checkpoint_path': 'first.pt', 'audio.llm': 'name/llm'},
-        'takes the first half of the features for threshold crossings and the second for power, and found '
+        'takes the first half of the features for threshold crossings and the second for power, but found '
         'model.participants': {'model.participants': BOTH, 'augment.channel_masks': .2},
     }.items():
         with pytest.raises(ConfigError) as e: with_overrides(Config(), values)

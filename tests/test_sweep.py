@@ -158,7 +158,7 @@ def test_a_sweep_that_is_called_again_says_that_it_is_done(stage, tmp_path):
     first, expected = sweep(tmp_path, '--trials', '2')
     stage.steps = []
     again, table = sweep(tmp_path, '--trials', '2')
-    assert again.exit_code == 0 and 'All 2 trials were done before; --trials 4 runs more' in again.output
-    assert table.equals(expected) and not stage.steps and 'were done before' not in first.output
+    assert again.exit_code == 0 and 'All 2 trials are already done; --trials 4 runs more' in again.output
+    assert table.equals(expected) and not stage.steps and 'are already done' not in first.output
     more, table = sweep(tmp_path, '--trials', '3')
-    assert more.exit_code == 0 and len(table) == 3 and 'were done before' not in more.output
+    assert more.exit_code == 0 and len(table) == 3 and 'are already done' not in more.output

@@ -73,10 +73,10 @@ def _number_of(item: str) -> tuple[str, float]:
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')
 @output_option(help='A submission (.csv), or hypotheses with the log-probability of being right (.jsonl).')
 @click.option('--tune', multiple=True, metavar='FILE|val',
-              help='Hypotheses of the same systems with references, to learn from; "val" for the val lists of the '
-                   'SOURCEs that are runs. Repeat it for more. Default: the plain vote.')
+              help='Hypotheses of the same systems with references, for learning the weights; "val": the val lists of '
+                   'the SOURCEs that are runs. May be repeated. Default: the plain vote.')
 @click.option('--weights', multiple=True, type=_number_of, metavar='SOURCE=NUMBER',
-              help='Votes of a SOURCE in the plain vote, such as a.csv=2; repeat it for more.')
+              help='Votes of a SOURCE in the plain vote, such as a.csv=2; may be repeated.')
 @click.option('--score', 'scores', multiple=True, type=_number_of, metavar='SOURCE=WER',
               help='Word error rate of a SOURCE on the leaderboard in percent; better ones have more votes.')
 @click.option('--lm', type=FILE, help='Also use this n-gram model (ARPA, or KenLM binary). Needs --tune.')
@@ -92,7 +92,7 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv,
     sentences .txt), or a run, whose test lists are used. If the weights are learned from the
     SOURCEs, the result is cross-validated. Models with the same system and decoder (fields of
-    .jsonl, lists by trial) are seeds of one kind and share a weight. `b2t
+    .jsonl, lists by trial) count as seeds of one system and share a weight. `b2t
     combine` does the same as a stage of a run, with combine.sources."""
     if tune: refuse_options({'weights', 'scores'}, '--tune learns the weights')
     else: refuse_options({'lm', 'llm'}, 'its weight needs --tune')
@@ -123,14 +123,14 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
         models = load_ngram(lm) if lm else None, scores
         combined = cross_validate_pool(teachers, *models)
         if not is_crossed:
-            _show_rates(f'On the {len(teachers)} trials to learn from, cross-validated:', teachers, combined, texts)
+            _show_rates(f'On the {len(teachers)} tuning trials, cross-validated:', teachers, combined, texts)
             pool = fit_pool(teachers, *models)
             _show_pool(pool, hypotheses.voters)
             combined = pool.predict(hypotheses, *models)
             heard = {v: pool.weights.get(kind_of(v), 0.) for v in hypotheses.voters}
             if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
     if heard: _show_heard(hypotheses, combined, heard)
-    _show_rates(f'Of the sentences written{mark}:', hypotheses, combined, texts)
+    _show_rates(f'Combined sentences{mark}:', hypotheses, combined, texts)
     _write(output, hypotheses, combined, mark)
 
 # %% ../../nbs/cli/04_combine.ipynb #c009
@@ -157,12 +157,12 @@ def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path
 # %% ../../nbs/cli/04_combine.ipynb #c011
 def _voter_weights(weights: dict[str, float], scores: dict[str, float], voters: Collection, sources: Collection[str],
                    out: Path) -> dict:
-    """Weight of each voter: the given one, times the log odds of a correct word relative to their
-    mean over scored sources, as for independent voters (Nitzan and Paroush, 1982)."""
+    """Weight of each voter: its given weight times its log odds of a correct word, relative to
+    the mean over scored sources, as for independent voters (Nitzan and Paroush, 1982)."""
     if unknown := {*weights, *scores} - {*sources}: raise click.UsageError(f'{min(unknown)} is not one of the SOURCEs')
     odds = {source: math.log(100/score - 1) for source, score in scores.items()}
     mean = sum(odds.values())/len(odds) if odds else 1.
-    of_name: dict[tuple, set[float]] = {} # Of several runs with one name, voters have the source as encoder
+    of_name: dict[tuple, set[float]] = {} # For runs of the same name, a voter's encoder is the source
     for s in sources:
         for v in _read_sources([s], 'test', out).voters:
             for name in (v, (voter_name(v[:2]), s, v[2])):
@@ -178,7 +178,7 @@ def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], m
     if output.suffix == '.csv':
         missing = [i for i in range(len(texts)) if str(i) not in texts]
         if missing:
-            raise click.ClickException(f'trial {missing[0]} is missing, and a submission has the trials 0 to '
+            raise click.ClickException(f'trial {missing[0]} is missing, but a submission needs the trials 0 to '
                                        f'{len(texts) - 1}; write to a .jsonl file, or give sources with all trials')
         for warning in write_submission(output, [texts[str(i)].text for i in range(len(texts))]): click.echo(warning)
     else:
@@ -191,8 +191,8 @@ def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], m
 
 def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined],
                 lm_texts: Sequence[Path] = ()) -> None:
-    """Print error rates by corpus and of sentences in a text, and gains over the plain vote and the best system, if
-    references are known."""
+    """If references are known, print error rates by corpus and for sentences of a text, and gains over the plain
+    vote and the best system."""
     labelled = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(labelled): return
     texts = [c.text for name, c in zip(hypotheses.trials, combined) if name in labelled.trials]
@@ -206,7 +206,7 @@ def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined]
     name, alone = best_system(labelled)
     gain = measure_gain(labelled.references(), alone, texts)
     click.echo(f'against {name} alone, the best system ({percent(gain.before)}): {gain.difference}')
-    if gain.after > gain.before: click.echo(f'{name} alone has fewer word errors: take that, or fewer systems')
+    if gain.after > gain.before: click.echo(f'{name} alone has fewer word errors: use it, or fewer systems')
 
 # %% ../../nbs/cli/04_combine.ipynb #c018
 def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
@@ -214,10 +214,10 @@ def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
     return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
 
-_MOST = 12 # Voters to compare pairwise
+_MOST = 12 # Limit of voters compared pairwise
 
 def _show_heard(hypotheses: Hypotheses, combined: Sequence[Combined], weights: dict) -> None:
-    "Print the share of voters, and how many words differ between voters and the result."
+    "Print each voter's share of the weight, and the rate of words that differ between any two."
     best = best_entries(hypotheses).entries
     texts = {voter_name(v): {t: normalize_sentence(e.text) for t, entries in best.items() for e in entries
                              if e.voter == v} for v in hypotheses.voters[:_MOST]}
@@ -225,7 +225,7 @@ def _show_heard(hypotheses: Hypotheses, combined: Sequence[Combined], weights: d
     whole = sum(abs(weights[v]) for v in hypotheses.voters) or 1.
     shares = {voter_name(v): percent(weights[v]/whole) for v in hypotheses.voters}
     table.insert(0, 'weight', [shares.get(name, '') for name in table.index])
-    click.echo(f'\nShare of the weight, and words that differ between two:\n{table.to_string()}')
+    click.echo(f'\nShare of the weight; words that differ between any two:\n{table.to_string()}')
 
 def _show_pool(pool, voters: Collection) -> None:
     weights = {voter_name(kind): weight for kind, weight in pool.weights.items()}
@@ -233,7 +233,7 @@ def _show_pool(pool, voters: Collection) -> None:
     for title, values in ('weights of systems', weights), ('of language models and other features', models):
         click.echo(f'{title}: {", ".join(f"{name} {weight:+.2f}" for name, weight in values.items())}')
     for v in voters:
-        if v not in pool.voters: click.echo(f'{voter_name(v)} is left out: --tune has no sentences of it to learn from')
+        if v not in pool.voters: click.echo(f'{voter_name(v)} is left out: --tune has no sentences of it')
 
 # %% ../../nbs/cli/04_combine.ipynb #c021
 def _ensemble_options(members: tuple[str, ...], method: str, weights: str, options: dict) -> dict:
@@ -243,7 +243,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str, optio
     target = run_folder(**options)/'config.yaml'
     if target.exists() and not load_config(target).infer.logits:
         raise click.ClickException(f'{target.parent} is a run with its own model; give the ensemble another --name')
-    if target in configs: raise click.ClickException(f'{target.parent} cannot be made of itself; give another --name')
+    if target in configs: raise click.ClickException(f'{target.parent} cannot average itself; give another --name')
     first = next(map(str, configs), None)
     config = options['config_'] or (None if target.exists() or options['preset_'] or options['from_'] else first)
     given = {'infer.logits': files, 'infer.average': method, 'infer.checkpoint': None, 'infer.adapt': None,
@@ -257,17 +257,17 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str, optio
 @click.option('--weights', default='equal', show_default=True, metavar='equal|A,B,…',
               help='Weights of the models: equal, or one number for each, in the order of the models.')
 def ensemble(members, method, weights, force, **options):
-    """Average several models, as a separate run.
+    """Average several models in a separate run.
 
     The run --name averages the log-probabilities of other runs, or of LogitStores of val and test (a single store of a
-    split is used as it is). All later stages are done: language model, decoding, submission, report.
+    split is used unchanged). All later stages follow: language model, decoding, submission, report.
 
     \b
     b2t ensemble seed1 seed2 --name both
     b2t ensemble seed1 downloads/val.arrow downloads/test.arrow --name both
     """
     if not (options['name'] or options['output_dir']):
-        raise click.UsageError('name the run of the average, with --name')
+        raise click.UsageError('name the averaged run with --name')
     run_until(None, force, **_ensemble_options(members, method, weights, options))
 
 # %% ../../nbs/cli/04_combine.ipynb #c024
@@ -278,10 +278,10 @@ def ensemble(members, method, weights, force, **options):
 def import_logits(files, classes, force, overrides, **options):
     """Decode log-probabilities of another program.
 
-    They become a run; logits and probabilities are also read. FILE has val or test in its name. It is an .npz with
+    They become a run; logits and probabilities are also accepted. FILE has val or test in its name. It is an .npz with
     an array [frames, 41] for each trial, in the order of the sessions, or with one padded array and its lengths; a
-    folder of .npy files; or the pickle of the organisers' decoder. Then `b2t run --name imported` decodes them, with
-    --set lm.path=FILE by an n-gram of your own."""
+    folder of .npy files; or the pickle of the organisers' decoder. Then `b2t run --name imported` decodes them;
+    --set lm.path=FILE uses your own n-gram."""
     splits: dict[str, Path] = {}
     for path in files:
         named = splits_in_name(path) - {'train'}

@@ -40,11 +40,11 @@ def describe(
 # %% ../../nbs/cli/18_devices.ipynb #c010
 @click.command()
 @click.option('--test', 'accelerator', is_flag=False, flag_value='auto', type=click.Choice(ACCELERATORS),
-              help='Test the accelerator that a run would use, or this one, in a minute or two: a line for each '
-                   'finding, and exit status 1 if a check fails.')
-@click.option('--json', 'path', type=click.Path(dir_okay=False), help='Also write the table of the test.')
+              help='Test the accelerator that a run would use, or the named one, in a minute or two; the exit '
+                   'status is 1 if a check fails.')
+@click.option('--json', 'path', type=click.Path(dir_okay=False), help='Also write the results of --test to this file.')
 def devices(accelerator, path):
-    """Show the accelerators and which of them would be used.
+    """Show the accelerators and which one would be used.
 
     Each framework's device is listed with the reason."""
     if path and not accelerator: raise click.UsageError('--json is for --test')
@@ -60,8 +60,8 @@ def devices(accelerator, path):
 def docs(options):
     """Build the documentation site of a checkout.
 
-    It needs the environment of the tests (./kit docs makes it). --output FOLDER names the folder, by default _docs;
-    --plain leaves out the outputs of examples, which are not executed; --only NAME writes one
+    It needs the environment of the tests (./kit docs makes it). --output FOLDER is the site's folder, by default _docs;
+    --plain neither executes the examples nor shows their outputs; --only NAME writes one
     page: a notebook, such as 00_metrics, or a title."""
     root = Path(b2t_kaggle.__file__).parent.parent
     if not (root/'tools'/'docs').is_dir():

@@ -37,17 +37,17 @@ def kaggle():
 
 @kaggle.command()
 @click.option('--image', required=True, type=Choice(['gpu', 'tpu', 'cpu']), help=f"Kaggle's image ({_IMAGES}).")
-@click.option('--python', metavar='VERSION', help="Python version if not the image's, such as Colab's 3.13.")
+@click.option('--python', metavar='VERSION', help="Another Python version than the image's, such as Colab's 3.13.")
 @click.option('-o', '--output', type=FOLDER,
               help='Folder to write. Default: b2t-wheels-IMAGE, or b2t-wheels-IMAGE-py313 for another Python.')
 @click.option('--with', 'packages', multiple=True, metavar='PACKAGE',
-              help='Additional package, such as bitsandbytes for llm_quantization; repeat it for more.')
+              help='Additional package, such as bitsandbytes for llm_quantization; may be repeated.')
 def wheels(image, python, output, packages):
     """Make a folder of wheels for runtimes without the internet.
 
-    It has the kit, and the packages that it needs and the image lacks. This needs the internet here.
+    It has the kit, and the packages that it needs and the image lacks. This machine needs the internet.
 
-    With --python the image is unknown, so all suitable packages are assumed to be there."""
+    With --python the image's versions are unknown, and are assumed to be suitable."""
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
     output = output or Path(f'b2t-wheels-{image}{suffix}')
@@ -55,12 +55,12 @@ def wheels(image, python, output, packages):
     for wheel in manifest['wheels']:
         click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}')
     total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
-    click.echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. As a dataset of OWNER, it is '
-               f'installed on Kaggle by\n\n    !{manifest["install"]}\n')
+    click.echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. Make it a dataset of OWNER, '
+               f'and install it on Kaggle with\n\n    !{manifest["install"]}\n')
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c008
 _id = click.option('--id', 'name', metavar='OWNER/SLUG',
-                   help="Id on Kaggle, as in its address. Default: the client's user, and the file's name.")
+                   help="Id on Kaggle, as in its URL. Default: the client's user and the file's name.")
 
 def _accelerator(ctx, param, name: str) -> str:
     try: return kaggle_accelerator(name).name
@@ -82,14 +82,14 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
 @click.option('--competition', 'competitions', multiple=True, metavar='SLUG',
               help='Attach the files of a competition that you joined, such as brain-to-text-25.')
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
-              help='Attach a dataset, such as wheels, or a model of Kaggle; repeat it for more.')
+              help='Attach a dataset, such as wheels, or a Kaggle model; may be repeated.')
 @click.option('--kernel', 'kernels', multiple=True, metavar='OWNER/SLUG',
               help="Attach a notebook's output, such as the training to continue.")
 @click.option('--internet/--no-internet', default=False, show_default=True,
               help='Whether the runtime has internet.')
 @click.option('-o', '--output', type=FOLDER, help='Folder to write. Default: kaggle-SLUG.')
 def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, output):
-    "Push NOTEBOOK, to run from top to bottom on Kaggle."
+    "Push NOTEBOOK to Kaggle, which runs all its cells."
     client = connect()
     name = _full_id(name, notebook.stem, client)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
@@ -99,9 +99,9 @@ def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, inte
 @kaggle.command()
 @click.argument('folder', type=EXISTING_FOLDER)
 @_id
-@click.option('-m', '--message', help='Description of a change, for a new version of an existing dataset.')
+@click.option('-m', '--message', help='Description of a new version of an existing dataset.')
 def dataset(folder, name, message):
-    "Push FOLDER as a private dataset, with its subfolders."
+    "Push FOLDER and its subfolders as a private dataset."
     client = connect()
     name = _full_id(name, folder.resolve().name, client)
     click.echo(f'Pushed: {client.push_dataset(folder, name, message)}')
@@ -115,11 +115,11 @@ def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
                 raise click.BadParameter(f'--set {key}: {path} is on this machine; make it a dataset (`b2t kaggle '
                                          'dataset`), attach it with --lm or --llm, and give its path in /kaggle/input')
 
-_NO_LM = ('The n-gram is made of the transcripts of train alone. On the phoneme lists of a published system that has '
-          '15.6 % WER, and 10.6 % mixed with general English (guides/own_language_model).')
+_NO_LM = ('The n-gram is made of the transcripts of train alone. On phoneme lists of a published system, this had '
+          '15.6 % WER, and a mixture with general English 10.6 % (guides/own_language_model).')
 
 def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
-    "The dataset with an n-gram, and the public model or file of which it is made."
+    "Dataset with an n-gram, and the public model or file that it is made from."
     if lm == 'none': return None, None
     name = 'imagineville-small' if lm == 'imagineville' else lm
     if name in MODELS and not MODELS[name].files: return f'{owner}/b2t-{name}', name # A single ARPA file
@@ -130,32 +130,32 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
 
 @kaggle.command()
 @_on
-@preset_option(default='transformer', show_default=True, help='Recipe of the training; see guides/a_week_on_kaggle.')
+@preset_option(default='transformer', show_default=True, help='Training recipe; see guides/a_week_on_kaggle.')
 @click.option('--seeds', type=click.IntRange(1, 99), default=1, show_default=True,
-              help='Trainings, with seeds one after the other; the sentences of several vote.')
+              help='Number of trainings, with consecutive seeds; their sentences vote.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
-              help='Hours of a training at most, all parts together. Default: as many as it needs.')
+              help='Limit of a training in hours, over all parts. Default: as many as it needs.')
 @set_option()
 @click.option('--lm', default='imagineville', show_default=True, metavar='NAME|FILE|OWNER/SLUG|none',
               help='N-gram: a public model of `b2t lm get` (imagineville: imagineville-small), which is mixed with the '
                    'transcripts of train; a file; a dataset; or none for the transcripts alone.')
 @click.option('--llm', 'llms', multiple=True, metavar='OWNER/SLUG|OWNER/MODEL/…',
-              help='Dataset or model of Kaggle (OWNER/MODEL/FRAMEWORK/VARIATION/VERSION) with an LLM that reranks the '
-                   'sentences; repeat it for an adapter.')
+              help='Kaggle dataset or model (OWNER/MODEL/FRAMEWORK/VARIATION/VERSION) with an LLM that reranks the '
+                   'sentences; repeat the option for an adapter.')
 @click.option('--id', 'name', metavar='OWNER/SLUG',
-              help="Beginning of the notebooks' ids. Default: the client's user, preset and accelerator.")
-@click.option('--python', metavar='VERSION', help="Kaggle's Python. Default: 3.12, or as a failed notebook's log says.")
-@click.option('--submit', is_flag=True, help='Send the CSV to the competition.')
-@click.option('--unfinished', is_flag=True, help='Decode and send a model whose training is unfinished.')
-@click.option('--retry', is_flag=True, help='Push a failed notebook again, with the present kit.')
-@click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands.')
-@click.option('-o', '--output', type=FOLDER, help='Folder of the cycle. Default: kaggle-SLUG.')
+              help="Prefix of the notebooks' ids. Default: the client's user, the preset and the accelerator.")
+@click.option('--python', metavar='VERSION', help="Kaggle's Python. Default: 3.12, or that in a failed notebook's log.")
+@click.option('--submit', is_flag=True, help='Submit the CSV to the competition.')
+@click.option('--unfinished', is_flag=True, help='Decode and submit even if the training is unfinished.')
+@click.option('--retry', is_flag=True, help='Push a failed notebook again, with the current kit.')
+@click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks and print the commands.')
+@click.option('-o', '--output', type=FOLDER, help='Folder of the plan. Default: kaggle-SLUG.')
 def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python, submit, unfinished, retry, is_printed,
        output):
     """Train on Kaggle, and make a submission.
 
     It uploads wheels and an n-gram as datasets, pushes a training notebook until the training is
-    done, then another one that decodes until an LLM has ranked all sentences, and fetches and
+    done, then a decoding notebook until an LLM has ranked all sentences, and fetches and
     checks the CSV. Steps are not repeated: after an interruption the same command continues."""
     cfg = with_overrides(preset(preset_), overrides)
     _refuse_local(cfg, overrides)
@@ -186,14 +186,14 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
 @kaggle.command()
 @click.argument('folders', nargs=-1, type=EXISTING_FOLDER, metavar='[FOLDER]…')
 def status(folders):
-    """Show the progress of cycles.
+    """Show the progress of `b2t kaggle go`.
 
-    Default: the cycles in folders kaggle-… here."""
+    Default: all folders kaggle-… here."""
     folders = folders or sorted(path.parent for path in Path().glob('kaggle-*/cycle.json'))
     plans = {folder: read_plan(folder) for folder in folders}
     if missing := [folder for folder, plan in plans.items() if plan is None]:
-        raise click.UsageError(f'{missing[0]}: not the folder of a cycle, it has no cycle.json')
-    if not plans: raise click.UsageError('there is no cycle here; name its folder, or begin one with `b2t kaggle go`')
+        raise click.UsageError(f'{missing[0]}: not of `b2t kaggle go`, it has no cycle.json')
+    if not plans: raise click.UsageError('found no folder kaggle-… here; name one, or begin with `b2t kaggle go`')
     client = connect()
     for folder, plan in plans.items():
         click.echo(f'{plan.name}, {plan.preset} on {plan.accelerator}')

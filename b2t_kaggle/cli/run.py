@@ -33,7 +33,7 @@ from ..pipeline.sweep import Sweep, ranges_of, split_ranges
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def run_folder(*, name: str | None, out: Path, output_dir: Path | None = None, default: str = '', **_) -> Path:
-    "The run's folder in these options. Raises `click.UsageError` if its name is not a single folder name."
+    "Folder of the run that the options name. Raises `click.UsageError` if its name is not a single folder name."
     if output_dir:
         if name: raise click.UsageError('--output-dir is already the folder of the run; leave out --name')
         refuse_options({'out'}, '--output-dir is already the folder of the run')
@@ -41,7 +41,7 @@ def run_folder(*, name: str | None, out: Path, output_dir: Path | None = None, d
     name = default if name is None else name
     if name in ('', '.', '..') or '/' in name or not name.isprintable() or len(os.fsencode(name)) > 255:
         raise click.UsageError(f'--name: found {name[:80]!r}, expected the name of a folder: at most 255 bytes, '
-                               'without / and control characters; --out and --output-dir say where it is')
+                               'without / and control characters; --out and --output-dir choose its place')
     return Path(out)/name
 
 # %% ../../nbs/cli/03_run.ipynb #c007
@@ -55,7 +55,7 @@ def run_from_options(
     folder = run_folder(name=name, out=out, output_dir=output_dir, default=default)
     if from_:
         if not (name or output_dir): raise click.UsageError('--from makes another run; name it with --name')
-        if preset_ or config_: raise click.UsageError('--from has settings already; leave out --preset and --config')
+        if preset_ or config_: raise click.UsageError('--from copies settings; leave out --preset and --config')
         return _open_variant(from_, folder, work, overrides, until, force, plugin)
     exists = (folder/'config.yaml').exists()
     if exists and not (preset_ or config_): return Run(folder, work, overrides, save=False, plugin=plugin)
@@ -81,13 +81,13 @@ def _short(values: dict) -> str:
 # %% ../../nbs/cli/03_run.ipynb #c010
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
                   force: Iterable[str] = (), plugin: Path | None = None) -> Run:
-    "A variant of a run, new or begun earlier, after all checks."
+    "Create or reopen a variant of a run, after all checks."
     source = source_path(from_, folder.parent, f' (--from): there is no such run in {folder.parent}', files=False)
     origin = {'from': str(source.absolute())}
     if (folder/'config.yaml').exists():
         run = Run(folder, work, overrides, save=False, plugin=plugin)
         if run.origin.get('from') == origin['from']: return run
-        raise click.UsageError(f'--from {from_}: {folder} already has a run, which is not a variant of that one; '
+        raise click.UsageError(f'--from {from_}: {folder} already has a run that is not a variant of it; '
                                'give another --name')
     model = Run(source, work, save=False)
     run = Run(folder, work, overrides, model.cfg, model.origin | dict(preset=model.base_preset) | origin, save=False,
@@ -105,13 +105,13 @@ def _tell_settings(run: Run) -> None:
     given = differing_values(run.cfg, run.saved) if run.saved else {}
     saved = {k: v for k, v in run.settings().items() if k not in given}
     if saved and run.saved:
-        click.echo(f'Saved with {run.dir.name}, other than in the preset {run.base_preset}: {_short(saved)}. '
+        click.echo(f'Settings of {run.dir.name} that differ from the preset {run.base_preset}: {_short(saved)}. '
                    f'--preset {run.base_preset} --reset drops them.', err=True)
     train = run.cfg.train
     n = train.num_training_batches
     if max(train.lr_decay_steps or 0, train.lr_decay_steps_day or 0) > n:
-        click.echo(f'The learning rate falls over more batches than the {n} that are trained; --set '
-                   'lr_decay_steps=null --set lr_decay_steps_day=null ends it with the run.', err=True)
+        click.echo(f'The learning rate decays over more batches than the {n} of the run; --set '
+                   'lr_decay_steps=null --set lr_decay_steps_day=null ends the decay with the run.', err=True)
 
 # %% ../../nbs/cli/03_run.ipynb #c015
 def _tell_stopped(rows: list[dict], options: dict) -> None:
@@ -130,14 +130,14 @@ def _tell_gains(run: Run, names: list[str]) -> None:
         figures = StageRun(run, name).stamp.get('metrics', {})
         if gain := gain_of(figures):
             key = STAGES[name].keep
-            if not figures['kept']: end = f'no gain, so sentences stay as they were; {key}=always takes the new ones'
+            if not figures['kept']: end = f'no gain, so the sentences are unchanged; {key}=always keeps the new ones'
             else: end = 'kept' if gain.is_gain else f'no gain, but kept ({key}=always)'
             click.echo(f'{name}: word error rate on val{run.wer_mark} {gain}: {end}.')
 
 # %% ../../nbs/cli/03_run.ipynb #c017
 def run_until(
     stage: str | None, # Last stage; None for all
-    force,             # Stages to run again
+    force,             # Stages to rerun
     split: str | None = None, # Split to infer; None for both
     **options,         # Options of `run_from_options`
 ) -> None:
@@ -158,7 +158,7 @@ def run_until(
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
     _tell_stopped(rows, {'--force': force, '--split': split})
-    if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # The last stage is not done
+    if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # The last stage did not finish
     if about: click.echo(f'\n{about}')
     click.echo(f'\nEverything is in {run.dir}')
     if stage is None or STAGES[stage].writes.kind == PAGE:
@@ -166,16 +166,16 @@ def run_until(
 
 # %% ../../nbs/cli/03_run.ipynb #c019
 @stage_command('run')
-@click.option('--quick', is_flag=True, help='A short run on a small simulation; prints what it gives up.')
+@click.option('--quick', is_flag=True, help='A short run on a small simulation; prints its shortcuts.')
 def run(force, quick, **options):
     """All stages, from sessions to a submission and a report.
 
-    Finished stages are skipped, interrupted ones continue."""
+    Finished stages are skipped; interrupted ones continue."""
     if quick:
         if given := [k for k in ('preset_', 'config_', 'data', 'from_') if options[k]]:
-            raise click.UsageError(f'--quick is a simulation of its own; leave out --{given[0].strip("_")}')
+            raise click.UsageError(f'--quick simulates its own sessions; leave out --{given[0].strip("_")}')
         click.echo('Quick: a small simulation with twice the signal, 120 batches, a smaller model, an untuned search. '
-                   'It shows that everything works, but its error rates mean nothing for other data.', err=True)
+                   'It checks that everything works; its error rates say nothing about other data.', err=True)
         folder = run_folder(**options, default='quick')
         exists = (folder/'config.yaml').exists()
         if exists and Run(folder, save=False).base_preset != 'quick':
@@ -189,7 +189,7 @@ def stage_help(name: str) -> str:
     "The help of a stage's verb."
     stage = STAGES[name]
     keys = f' Its result depends on {", ".join(stage.config)} (`b2t keys` explains them).' if stage.config else ''
-    return f'{stage.does[0].upper()}{stage.does[1:]}.\n\nEarlier stages that are not done are done first.{keys}'
+    return f'{stage.does[0].upper()}{stage.does[1:]}.\n\nEarlier unfinished stages run first.{keys}'
 
 def stage_verb(name: str) -> click.Command:
     "The verb of a stage."
@@ -205,8 +205,8 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
     table = sweep.write()
     shown = dict(PER=percent, minutes='{:.1f}'.format)
     click.echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
-    if is_over: click.echo('The time is up; the same command continues.')
-    if n_before == len(table): click.echo(f'All {n_before} trials were done before; --trials {2*n_before} runs more.')
+    if is_over: click.echo('The time limit is reached; the same command continues.')
+    if n_before == len(table): click.echo(f'All {n_before} trials are already done; --trials {2*n_before} runs more.')
     running = table.run[table.state == 'running'].tolist()
     if running and not is_over: click.echo(f'Not done, running elsewhere or lost there: {", ".join(running)}')
     click.echo(f'Table: {run.dir/"sweep.csv"}')
@@ -217,15 +217,15 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
 # %% ../../nbs/cli/03_run.ipynb #c029
 @stage_command('sweep')
 @click.option('--trials', default=20, show_default=True, type=click.IntRange(1),
-              help='Trials of the study, including earlier calls and other machines.')
+              help='Number of trials of the study, over all calls and machines.')
 @click.option('--study', metavar='URL|FILE',
               help="Storage of Optuna's study: a database's URL, or a file. Default: study.db in the run's folder.")
 @click.option('--startup', default=5, show_default=True, type=click.IntRange(0),
               help='Trials to complete before any is pruned.')
 def sweep(force, overrides, trials, study, startup, **options):
-    """Train many runs that differ in values from Optuna.
+    """Train many runs with values chosen by Optuna.
 
-    The worst ones are cut short. A --set may have a range: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or KEY=A,B,C. The runs are
+    The worst ones are stopped early. --set may give a range: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or KEY=A,B,C. The runs are
     NAME-000, NAME-001 and so on; they are compared by their phoneme error rate on val. After an interruption the same
     command continues."""
     if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')

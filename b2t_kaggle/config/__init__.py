@@ -21,7 +21,7 @@ from ..core.reading import ReadError, read_yaml_file
 
 # %% ../../nbs/config/07_config.ipynb #c006
 def from_official(values: dict) -> Config:
-    "The official configuration in our form; raises `ConfigError` for a key that the official kit does not have."
+    "Convert an official configuration; raises `ConfigError` for a key that the official kit does not have."
     return validated(to_our_names(values))
 
 # %% ../../nbs/config/07_config.ipynb #c009
@@ -46,5 +46,5 @@ def load_config(
     return with_overrides(cfg, overrides or {})
 
 def save_config(cfg: Config, path: str | Path) -> None:
-    "Write `cfg` as YAML that `load_config` reads back equal."
+    "Write `cfg` as YAML, from which `load_config` reads an equal configuration."
     write_whole(path, yaml.safe_dump(cfg.dump(), sort_keys=False, allow_unicode=True))

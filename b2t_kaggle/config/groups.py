@@ -30,17 +30,17 @@ from b2t_kaggle.config.schema import (
 
 # %% ../../nbs/config/03_groups.ipynb #c006
 class _StepsConfig(Section):
-    "Optimiser and steps: devices, number of steps, and how each changes the weights."
+    "Optimiser and steps: devices, number of steps, and the update of the weights."
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
-    "Which implementation trains and infers."
+    "Framework for training and inference."
     accelerator: Annotated[Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'], ChangesNothing()] = 'auto'
-    "Device; `auto` takes and prints the best one. `xla` is PyTorch/XLA's: a TPU or, for tests, the processor."
+    "Device; `auto` picks and prints the best one. `xla` is PyTorch/XLA, on a TPU or, for tests, the CPU."
     precision: Annotated[Literal['auto', 'float32', 'bfloat16', 'float16'], MayChange()] = 'auto'
-    "`auto` is bfloat16 if the hardware computes it, float16 on older GPUs with tensor cores (T4), else float32."
+    "`auto` is bfloat16 if the hardware supports it, float16 on older GPUs with tensor cores (T4), else float32."
     num_training_batches: Annotated[int, MayChange()] = Field(120_000, ge=1)
     "Optimiser steps."
     optimizer: Annotated[Literal['adamw', 'scaled_adam'], Only('pytorch', 'scaled_adam')] = 'adamw'
-    "AdamW, or ScaledAdam (Yao et al., 2024), which clips by itself and has icefall's β and ε and no weight decay."
+    "AdamW, or ScaledAdam (Yao et al., 2024), which clips by itself and has icefall's β and ε, but no weight decay."
     lr_scheduler_type: Annotated[Literal['cosine', 'linear', 'step', 'eden'], Only('pytorch', 'eden')] = 'cosine'
     "Learning rate after warm-up: half a cosine or a line to `lr_min`, one step down, or icefall's Eden2."
     lr_max: float = Field(0.005, gt=0)
@@ -48,7 +48,7 @@ class _StepsConfig(Section):
     lr_min: float = Field(0.0001, ge=0)
     "Final learning rate of the model, for `cosine` and `linear`."
     lr_decay_steps: int | None = Field(None, ge=1)
-    "Batches until `lr_min`, or the length that `lr_step_at` is a part of; null: `num_training_batches`."
+    "Batches until `lr_min`, or the schedule length to which `lr_step_at` refers; null: `num_training_batches`."
     lr_warmup_steps: int = Field(1000, ge=0)
     "Batches of linear warm-up."
     lr_max_day: float = Field(0.005, gt=0)
@@ -62,7 +62,7 @@ class _StepsConfig(Section):
     lr_step_factor: float = Field(0.1, gt=0, le=1)
     "`step`: factor for all rates."
     lr_step_at: float = Field(0.6, gt=0, le=1)
-    "`step`: time of the step, as a part of the run."
+    "`step`: time of the step, as a fraction of the run."
     lr_eden_batches: ClassVar[int] = 7500 # `eden`: batches after which the rate has fallen to 0.7 of its peak
     beta0: float = Field(0.9, ge=0, lt=1)
     "AdamW's first β."
@@ -75,7 +75,7 @@ class _StepsConfig(Section):
     weight_decay_day: float = Field(0.0, ge=0)
     "AdamW's weight decay of the day layers."
     grad_norm_clip_value: float = Field(10.0, ge=0)
-    "Largest gradient norm; 0 means no clipping. ScaledAdam ignores it and clips by itself."
+    "Gradients are clipped to this norm; 0 means no clipping. ScaledAdam ignores it."
 
 # %% ../../nbs/config/03_groups.ipynb #c009
 _Trackers = Annotated[list[Literal['tensorboard', 'wandb']], BeforeValidator(
@@ -86,7 +86,7 @@ class TrainConfig(_StepsConfig):
     ctc_reduction: Literal['trial', 'label'] = 'trial'
     "Unit of the CTC loss: the trial, as in the official kit, or the label (loss divided by the number of labels)."
     cr_ctc: Annotated[float, Only('pytorch')] = Field(0.0, ge=0)
-    "Weight of CR-CTC (Yao et al., 2025; they use 0.2), for which each trial is augmented in two ways; 0: none."
+    "Weight of CR-CTC (Yao et al., 2025; they use 0.2), which augments each trial twice; 0: off."
     seed: int = Field(10, ge=0, lt=2**32)
     "Seed of weights, batches, augmentation and dropout."
     batches_per_val_step: int = Field(2000, ge=1)
@@ -98,13 +98,13 @@ class TrainConfig(_StepsConfig):
     early_stopping_val_steps: int = Field(20, ge=1)
     "Validations without improvement before stopping."
     weight_average: Annotated[Literal['ema', 'swa'] | None, Only('pytorch')] = None
-    "Weights to validate and keep: a moving average, or the mean of the last part of the run; null: the last ones."
-    ema_decay: ClassVar[float] = 0.999 # Part of the exponential average that remains after a step, once it is warmed up
+    "Weights to validate and keep: a moving average, or the mean over the last part of the run; null: the current ones."
+    ema_decay: ClassVar[float] = 0.999 # Decay of the exponential moving average per step, after its warm-up
     swa_start: ClassVar[float] = 0.75 # Start of stochastic weight averaging, as a fraction of the run
     refit: Annotated[float, Only('pytorch')] = Field(0.0, ge=0, le=0.5)
-    "Part of the run, at its end, that also trains on val; `best` and all figures on val are from before."
+    "Final part of the run that also trains on val; `best` and all results on val are from before it."
     accumulate: Annotated[int, MayChange(), SameResult()] = Field(1, ge=1)
-    "Parts in which a batch is computed, if it does not fit into memory; the step is the same."
+    "Parts into which a batch is split if it does not fit into memory; the step is the same."
     processes: Annotated[int, SameResult(), Only('pytorch')] = Field(1, ge=1)
     "PyTorch on a CPU: processes that share each batch. For small models two are faster than one with two threads."
     replay: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
@@ -125,7 +125,7 @@ class TrainConfig(_StepsConfig):
                              'weights to keep; name one')
         if self.refit and self.early_stopping:
             raise ValueError(f'train.refit = {self.refit} is the end of a run, which train.early_stopping may never '
-                             'reach; set one of them')
+                             'reach; set only one of them')
         return self
 
 # %% ../../nbs/config/03_groups.ipynb #c012
@@ -140,9 +140,9 @@ class SimulateConfig(Section):
     test: int | None = Field(24, ge=0)
     "Test sentences per session (the first session has none)."
     max_words: int = Field(6, ge=4)
-    "Longest simulated sentence, in words; the real ones go beyond 15."
+    "Longest simulated sentence, in words; real ones exceed 15."
     snr: float = Field(1.0, gt=0)
-    "Difficulty in one number: scales the part of every feature that depends on phonemes; 1 is calibrated."
+    "Scale of the part of every feature that depends on phonemes; lower is harder, 1 is calibrated."
     structured_noise: float = Field(0.0, ge=0)
     "Interference of four sources unrelated to speech, in standard deviations of a feature; 0: none."
     lm_sentences: int = Field(20_000, ge=0)
@@ -157,12 +157,12 @@ _KINDS = dict(threshold_crossings={*range(256)}, spike_power={*range(256, 512)})
 
 def feature_indices(chosen: Any) -> Any:
     """Indices of T15's features by names of areas and kinds, such as `['55b', 'spike_power']` or `'6v,4'`; null and
-    numbers in a list stay as they are. Raises `ValueError` for an unknown name."""
+    lists of numbers are unchanged. Raises `ValueError` for an unknown name."""
     names = str(chosen).split(',') if isinstance(chosen, str | int) else chosen
     if not isinstance(names, Iterable) or all(isinstance(f, Integral) for f in names): return chosen
     names = [str(name).replace(' ', '') for name in names]
     for name in {*names} - {*_AREAS, *_KINDS}:
-        raise ValueError(f'there is no area or kind {name!r}; take {", ".join((*_AREAS, *_KINDS))}')
+        raise ValueError(f'there is no area or kind {name!r}; use {", ".join((*_AREAS, *_KINDS))}')
     areas, kinds = ([group[n] for n in names if n in group] or group.values() for group in (_AREAS, _KINDS))
     return sorted(set().union(*areas) & set().union(*kinds))
 
@@ -172,7 +172,7 @@ class DataConfig(Section):
     dataset_dir: Annotated[InputPath | list[InputPath] | None, BeforeValidator(
         lambda value: next(iter(value), None) if isinstance(value, list) and len(value) < 2 else value),
         MayChange()] = None
-    "Folder with the `t15.YYYY.MM.DD` sessions, or one for each participant (the first is tested); null: simulate."
+    "Folder of the `t15.YYYY.MM.DD` sessions, or one per participant (only the first is tested); null: simulate."
     sessions: list[str] | None = None
     "Sessions in chronological order; null: every session in the folder."
     drop_instructions: bool = False
@@ -188,15 +188,15 @@ class DataConfig(Section):
     days_per_batch: int = Field(4, ge=1)
     "Distinct recording days in a training batch; few, so that updates of a day's layer are not too noisy."
     must_include_days: list[int] | None = None
-    "Numbers of days that every training batch contains; negative ones count from the end."
+    "Indices of days that every training batch contains; negative ones count from the end."
     shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
-    "Part of each participant in a batch and its days, such as {t12: 0.25, t15: 0.75}; {}: all days alike."
+    "Fraction of a batch's trials and days per participant, such as {t12: 0.25, t15: 0.75}; {}: all days alike."
     n_buckets: int = Field(8, ge=1)
-    "Length buckets: the largest number of batch shapes that a compiler sees."
+    "Number of length buckets, which limits the batch shapes to compile."
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
     "Trials per batch in validation and inference."
     on_device: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
-    "Keep the training trials in the memory of the device and gather batches there; pays on TPUs."
+    "Keep the training trials in the memory of the device and gather batches there; useful on TPUs."
 
     @property
     def folders(self) -> list[Path]:
@@ -247,24 +247,24 @@ class AugmentConfig(Section):
 def _as_list(value): return [value] if isinstance(value, str | Path) else value
 
 class InferConfig(Section):
-    "Inference: which model, given log-probabilities, adaptation."
+    "Inference: the model or given log-probabilities, and adaptation."
     checkpoint: InputPath | None = None
     "Checkpoint to use instead of training: ours, or an official folder with `args.yaml` and `best_checkpoint`."
     logits: Annotated[list[InputPath], BeforeValidator(_as_list)] = []
-    "LogitStores of val and test to decode instead of a model's, in any order; several of a split are averaged."
+    "LogitStores of val and test to decode instead of running a model, in any order; several of a split are averaged."
     average: Literal['log_prob', 'prob'] = 'log_prob'
     "Quantity to average if a split has several `logits`: log-probabilities or probabilities."
     weights: Literal['equal'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     "Weights of the models in that average: `equal`, or a number for each model in the order of `logits`."
     smoothing: Literal['same', 'valid'] = 'same'
-    "Smoothing at the ends of trials: with zeros, as in training, or `valid` bins only, as in official evaluation."
+    "Smoothing at the ends of trials: zero-padded, as in training, or `valid` bins only, as in official evaluation."
     adapt: Annotated[Literal['dietcorp'] | None, Only('pytorch')] = None
-    "Adaptation on a CPU or GPU: after each trial, a training step of the first layers on its decoded phonemes."
+    "Test-time adaptation (CPU or GPU): after each trial, a step of the first layers on its decoded phonemes."
     adapt_copies: int = Field(64, ge=1)
-    "DietCORP: augmented copies of a trial in a step."
+    "DietCORP: augmented copies of a trial per step."
     adapt_rate: ClassVar[float] = 0.003 # DietCORP: size of a step, relative to the weights
     adapt_gate: ClassVar[float] = 0.3 # DietCORP: largest part of the phonemes that may differ from the greedy ones
-    adapt_forget: ClassVar[float] = 0.02 # DietCORP: part of the way back to the trained weights at each step
+    adapt_forget: ClassVar[float] = 0.02 # DietCORP: fraction of the way back to the trained weights per step
 
 # %% ../../nbs/config/03_groups.ipynb #c027
 class LMConfig(Section):
@@ -274,20 +274,20 @@ class LMConfig(Section):
     general: InputPath | None = None
     "General n-gram model to mix in: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or pocketsphinx's wheel with it."
     texts: list[InputPath] = []
-    "Text files, one sentence per line, and folders of sessions or of T12's MATLAB files, of which train is text."
+    "Text files, one sentence per line, and folders of sessions or of T12's MATLAB files, with their train sentences."
     order: int = Field(3, ge=1, le=6)
     "Order n of the n-gram model to build."
 
 # %% ../../nbs/config/03_groups.ipynb #c030
 class LLMConfig(Section):
     llm: FolderOrName | None = None
-    "Causal language model: a folder, adapter or GGUF file, or a name on the hub; null: none."
+    "Causal language model: a folder, adapter or GGUF file, or a name on the hub; null: no LLM."
     llm_adapter: InputPath | None = None
-    "Folder of a LoRA adapter for `llm`. An adapter that names its model can also be given as the model."
+    "Folder of a LoRA adapter for `llm`. An adapter that names its model can also be given as `llm`."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
-    "Type of its weights; `auto` is float32 on a CPU, and the GPU's own on a GPU."
+    "Type of the LLM's weights; `auto` is float32 on a CPU, and the GPU's preferred type on a GPU."
     llm_quantization: Literal['eight_bit', 'four_bit'] | None = None
-    "Bits of its matrices, if fewer; needs bitsandbytes."
+    "Quantization of the LLM's matrices; needs bitsandbytes."
 
 # %% ../../nbs/config/03_groups.ipynb #c032
 class DecodeConfig(LLMConfig):
@@ -301,30 +301,30 @@ class DecodeConfig(LLMConfig):
     lm_weight: float = Field(1.0, ge=0)
     "Weight of the n-gram's natural-log score."
     word_score: float = 0.0
-    "Added per word; positive values favour more words."
+    "Score added per word; positive values favour more words."
     acoustic_scale: float = Field(0.8, gt=0)
     "Weight of the acoustic log-probability."
     blank_penalty: float = Field(1.0, gt=0)
-    "The blank's probability is divided by this; the official kit uses 90."
+    "Divisor of the blank's probability; the official kit uses 90."
     nbest: int = Field(100, ge=1)
     "Hypotheses kept per trial, for an LLM to rerank; 100 in the official kit."
     threshold: float = Field(12.0, gt=0)
     "Distance from the best hypothesis at which others are dropped, in nats of the acoustic score."
     blank_skip: float = Field(0.999, ge=0.5, le=1)
-    "Blank probability above which a frame is not searched; 1 searches all."
+    "Frames with a higher blank probability are skipped; 1 skips none."
     boost: InputPath | None = None
-    "Words and phrases to prefer, a line each: phrase, bonus [nats], pronunciation (optional); or hotwords as YAML."
+    "File of phrases to prefer, one per line: phrase, bonus [nats], pronunciation (optional); or hotwords as YAML."
     llm_weight: float = Field(0.5, ge=0)
-    "Weight of the LLM's natural-log score, beside `lm_weight` for the n-gram's; 0 leaves it out."
+    "Weight of the LLM's natural-log score, in addition to the n-gram's `lm_weight`; 0: no LLM."
     llm_capitals: bool = True
-    "Whether the LLM may read capitalized words; false suits adapters of `b2t lm finetune`, trained without."
+    "Whether the LLM also scores words capitalized; false suits adapters of `b2t lm finetune`, trained without."
     llm_end: bool = False
     "Whether the LLM also scores the end of the sentence; true suits these adapters, which learn it."
     n_jobs: ClassVar[int] = 0 # Processor cores to use; 0 means all
 
 # %% ../../nbs/config/03_groups.ipynb #c035
 class RescoreConfig(LLMConfig):
-    "Ranking of n-best lists by a large language model."
+    "Reranking of n-best lists by a large language model."
     swaps: int = Field(20, ge=0)
     "Number of best hypotheses that exchange words to make more candidates; 0: none."
     tune: bool = True
@@ -348,14 +348,14 @@ class CombineConfig(Section):
     "Other systems to combine with: runs, and files of hypotheses with val or test in their names. []: none."
 
 class ReportConfig(Section):
-    "The page of results."
+    "The report of a run."
     blocks: InputPath | None = None
     "Official description of the blocks (CSV), for error rates by corpus."
 
 # %% ../../nbs/config/03_groups.ipynb #c038
 _LOSS_WEIGHTS = dict(answer=1., ctc=0.3, soft_dtw=1., interpolation=0., contrast=0.1)
 _LossTerm = Literal['answer', 'ctc', 'soft_dtw', 'interpolation', 'contrast']
-# A number, or pairs (batch, weight) with straight lines between them
+# A number, or pairs (batch, weight) with linear interpolation between them
 _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
 _LossWeights = Annotated[dict[_LossTerm, _LossWeight], BeforeValidator(
     lambda value: _LOSS_WEIGHTS | value if isinstance(value, dict) else value)]
@@ -367,18 +367,18 @@ class AudioConfig(LLMConfig):
     llm: FolderOrName | None = None
     "Audio LLM that reads the model's vectors, Qwen2-Audio or Whisper: a folder or a name on the hub; null: none."
     lora_rank: int = Field(8, ge=0, le=1024)
-    "Rank of its LoRA layers, which are also trained; 0: the LLM is frozen."
-    prompt: ClassVar[str] = 'Write what is said.' # Its instruction, in the chat template, after the speech
+    "Rank of the LLM's trained LoRA layers; 0: the LLM is frozen."
+    prompt: ClassVar[str] = 'Write what is said.' # Instruction in the chat template, after the speech
     stack: int = Field(2, ge=1, le=64)
-    "Neighbouring frames of the model in a vector."
+    "Number of neighbouring frames that form a vector."
     targets: InputPath | None = None
-    "File of `b2t audio targets`, made by the tower of the same audio LLM, which the vectors should match."
+    "File of `b2t audio targets`, made with the same audio LLM; the vectors are trained to match it."
     weights: _LossWeights = _LOSS_WEIGHTS
-    "Weights of answer (per token) and ctc, and with targets of the distance by soft_dtw or interpolation and contrast."
+    "Loss weights: answer (per token) and ctc, and with targets soft_dtw or interpolation (distances) and contrast."
 
 class GenerateConfig(Section):
     "Answers of an audio LLM."
-    beams: ClassVar[int] = 4 # Beams of the audio LLM in inference; validation in training has one
+    beams: ClassVar[int] = 4 # Beams of the audio LLM in inference; validation in training uses one
     max_tokens: int = Field(128, ge=1, le=4096)
     "Tokens after which an answer is cut off."
 
@@ -386,4 +386,4 @@ class GenerateConfig(Section):
 class SessionConfig(Section):
     "Time limit of a run."
     hours: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
-    "Hours after which a run must be over, with a submission; null: Kaggle's limit on Kaggle, elsewhere none."
+    "Hours within which a run must finish with a submission; null: Kaggle's limit on Kaggle, no limit elsewhere."

@@ -58,7 +58,7 @@ _FLOOR = -1e4     # Lowest log-probability; lower ones are raised to it
 _TOLERANCE = 0.02 # Largest deviation of a row's log-sum, for half precision
 
 def _fault(x: np.ndarray) -> str:
-    "The first frame of [T', K] without log-probabilities, its fault and a remedy; '' without one."
+    "First frame of [T', K] without log-probabilities, its fault and a remedy; '' if all are valid."
     top = x.max(axis=1) # NaN if a value is
     with np.errstate(invalid='ignore'): sums = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
     wrong = np.flatnonzero(~(np.abs(sums) <= _TOLERANCE))
@@ -83,9 +83,9 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def check_log_probs(
     log_probs: Any,                # Log-probabilities [T', K], as an array, a tensor or lists
-    n_classes: int | None = None,  # K; None: any number
-) -> np.ndarray:                   # A copy in float64, at least -10000
-    "Log-probabilities that can be searched; raises a `ValueError` with the frame, what was found and a remedy."
+    n_classes: int | None = None,  # Number of classes K; None: any
+) -> np.ndarray:                   # Copy in float64, raised to at least -10000
+    "Check log-probabilities for a search; raises a `ValueError` with the frame, what was found and a remedy."
     try: x = np.array(to_numpy(log_probs), dtype=np.float64, order='C') # A copy, which may be changed
     except (TypeError, ValueError):
         raise TypeError(f'log_probs: found a {type(log_probs).__name__} that is not an array of numbers, expected one '

@@ -37,13 +37,13 @@ def _place() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
 
 def _process(pid: int) -> tuple[str, str]:
-    "State of a process, `Z` for a zombie, and when it began; `0` if that is unknown."
+    "State of a process (`Z`: zombie) and its start time; `0` if that is unknown."
     try: fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     except OSError: return '', '0'
     return fields[0], fields[19]
 
 def _owner(pid: int | None = None) -> str:
-    "Identity of a process, by default of this one: place, PID and beginning."
+    "Identity of a process, by default of this one: place, PID and start time."
     pid = pid or os.getpid()
     return f'{_place()}-{pid}-{_process(pid)[1]}'
 
@@ -100,16 +100,16 @@ _FULL = {
     errno.EFBIG: ('files of this process may not grow that large (ulimit -f)', _RAISE),
 }
 _LIMITS = ( # Libraries' words for a limit, the limit, and advice
-    ('Too many open files', 'this process may open no more files (ulimit -n)', f'{_RAISE}, as by `ulimit -n 4096`'),
+    ('Too many open files', 'this process may open no more files (ulimit -n)', f'{_RAISE}: `ulimit -n 4096`'),
     ("[Cc]annot allocate memory|[Uu]nable to allocate|can.t allocate memory|std::bad_alloc|MemoryError",
-     'no memory is left, or this process may have no more of it (ulimit -v)', _LESS),
+     'no memory is left, or this process has reached its limit (ulimit -v)', _LESS),
     ("can.t start new thread|Resource temporarily unavailable",
      "no more processes or threads may be started (ulimit -u, or a container's limit)", f'end some, or {_RAISE}'),
 )
 _MESSAGES = re.compile(r'errno = (?P<number>\d+)|(?P<full>No space left on device)|File too large')
 
 def write_error(error: Exception, path: Path, scratch: Path) -> WriteError | None:
-    "The error about a file, or its temporary name, for an exception; `None` if the exception is not about writing."
+    "`WriteError` for an exception about a file or its temporary name; `None` if it is not about writing."
     number, name = 0, None # Number and file name in the system's error that caused the exception
     cause: BaseException | None = error
     while cause is not None and not number:
@@ -201,8 +201,8 @@ def write_whole(path: str | Path, text: str) -> None:
 # %% ../../nbs/core/02_files.ipynb #c038
 @contextmanager
 def scratch_folder(
-    parent: str | Path | None = None, # Folder to make it in; by default the system's folder for temporary files
-    name: str = 'b2t',                # Part of its name
+    parent: str | Path | None = None, # Parent folder; by default the system's folder for temporary files
+    name: str = 'b2t',                # Part of the folder's name
 ) -> Iterator[Path]:
     "A new folder that is removed at the end of the block. Raises `WriteError` if it cannot be written to."
     parent = Path(parent or tempfile.gettempdir())
@@ -234,7 +234,7 @@ def replaced_folder(
 
 # %% ../../nbs/core/02_files.ipynb #c041
 def stays_inside(name: str) -> bool:
-    "Whether a path, as in an archive, stays in the folder that it is relative to, on every system."
+    "Whether a relative path, such as in an archive, stays inside its folder on every system."
     path = PureWindowsPath(name) # Understands / as well as \ and C:
     return not (path.drive or path.root or '..' in path.parts or '\0' in name)
 
@@ -266,7 +266,7 @@ def unchanged(
     paths: Iterable[str | Path], # Files that the block reads
     purpose: str,                # Participle for the error, such as `packed`
 ) -> Iterator[None]:
-    "Raise `ChangedError` if a file changes in the block, also instead of an error, probably its effect."
+    "Raise `ChangedError` if a file changes in the block, also in place of errors, its probable effects."
     before = {path: file_state(path) for path in map(Path, paths)}
     def check(error: Exception | None = None):
         for path, state in before.items():
@@ -329,7 +329,7 @@ def is_writable(folder: str | Path) -> bool:
 
 @cache
 def private_folder() -> Path:
-    "A folder for temporary files that only this user can read, new if another user owns the existing one."
+    "A folder for temporary files that only this user can read; a new one if another user owns the usual one."
     folder = Path(tempfile.gettempdir())/f'b2t_kaggle-{os.geteuid()}'
     with suppress(FileExistsError): folder.mkdir(mode=0o700)
     s = folder.lstat()
@@ -373,7 +373,7 @@ _NOTED_BYTES = 1 << 24 # Smallest file whose hash is stored; smaller ones are re
 _TICK = 2*10**9        # Resolution of a file system's clock in nanoseconds (FAT's is two seconds)
 
 def _hash_note(path: Path) -> Path | None:
-    "Path of the note with a file's hash; `None` for a small file, or one that has just changed."
+    "Path of a file's cached hash; `None` for a small file, or one that has just changed."
     s = path.stat()
     is_new = abs(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns)) < _TICK
     if s.st_size < _NOTED_BYTES or is_new: return None

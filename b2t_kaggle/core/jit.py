@@ -20,10 +20,10 @@ from .files import home_folder, user_cache
 
 # %% ../../nbs/core/05_jit.ipynb #c006
 class _Files(IndexDataCacheFile):
-    "Numba's files for a function, an index and machine code, which are rewritten if they are unreadable."
+    "Numba's cache files of a function, index and machine code, which are rewritten if unreadable."
     def _load_index(self) -> dict:
         try: return super()._load_index()
-        except Exception: return {} # Damaged, or of earlier sources with a class that no longer exists
+        except Exception: return {} # Damaged, or from earlier sources with a class that no longer exists
 
     def _load_data(self, name: str) -> Any:
         try: return super()._load_data(name)
@@ -33,7 +33,7 @@ class _Files(IndexDataCacheFile):
         with suppress(OSError): super().save(key, data) # For example, the disk is full
 
 def _cached(f: Callable, options: dict) -> Callable:
-    "A function whose machine code is stored. Raises `RuntimeError` if there is no place for it."
+    "A function whose machine code is cached. Raises `RuntimeError` if there is no place for it."
     function = numba.njit(**options | dict(cache=False))(f)
     if function is f: return f # NUMBA_DISABLE_JIT is set
     cache = function._cache = FunctionCache(f)
@@ -42,10 +42,10 @@ def _cached(f: Callable, options: dict) -> Callable:
 
 # %% ../../nbs/core/05_jit.ipynb #c007
 def njit(
-    f: Callable | None = None, # Function, if the decorator has no options
+    f: Callable | None = None, # Function to compile, if the decorator has no options
     **options,                 # Options of `numba.njit`, such as `cache=True`
 ) -> Callable:
-    "Numba's decorator; stores machine code in another folder if necessary, or nowhere."
+    "Numba's decorator; caches machine code in another folder if necessary, or not at all."
     def compiled(f: Callable) -> Callable:
         if not options.get('cache'): return numba.njit(**options)(f)
         before, ours = numba.config.CACHE_DIR, str(user_cache('numba'))
@@ -76,7 +76,7 @@ def _without_counts(context, builder, kind, value):
 def borrowed(
     typing_context,
     arrays, # Parameters of the function: an array, or a tuple of arrays, tuples and numbers
-):          # The same without counts
+):          # The same without reference counts
     "Arrays without reference counts, in compiled code; not for arrays that the function itself makes."
     def emit(context, builder, signature, args): return _without_counts(context, builder, arrays, args[0])
     return arrays(arrays), emit
@@ -84,8 +84,8 @@ def borrowed(
 @intrinsic
 def prefetch(
     typing_context,
-    array, # One-dimensional
-    i,     # Index
+    array, # One-dimensional array
+    i,     # Index of the item
 ):
     "Prefetch an item that will be read soon, in compiled code."
     def emit(context, builder, signature, args):

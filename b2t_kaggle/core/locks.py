@@ -24,7 +24,7 @@ from .reading import parse_json
 
 # %% ../../nbs/core/07_locks.ipynb #c006
 class LockedError(RuntimeError):
-    "A lock that another process holds; the message has its PID and host, `holder` only these."
+    "Raised if another process holds a lock; `holder`, in the message, has its PID and host."
     def __init__(self, purpose: str, holder: str):
         super().__init__(f'{purpose}: {holder}')
         self.holder = holder
@@ -34,7 +34,7 @@ _SILENT = 180 # Seconds without a touch until a remote holder counts as dead
 _EMPTY = 10   # Seconds for which an empty file counts
 
 def _read_holder(path: Path) -> dict | None:
-    "The process in a lock file, `None` if the file names none."
+    "The process named in a lock file, or `None`."
     with suppress(ValueError, KeyError, TypeError):
         holder = parse_json(path.read_bytes()[:1000])
         if re.fullmatch(r'[0-9a-f]{8}-[0-9]{1,9}-[0-9]+', holder['owner']) and isinstance(holder['host'], str):
@@ -73,12 +73,12 @@ class Lock:
     "A lock that one process holds until `release`, until the object is collected, or until the process ends."
     def __init__(self,
         path: str | Path, # Path of the lock file, in an existing folder
-        purpose: str,     # Object of the lock, such as `stage pack of runs/one`
+        purpose: str,     # Name of the locked object, such as `stage pack of runs/one`
     ):
         self.path = Path(path)
         self.purpose = purpose
         self._holder: dict | None = None # The process that held it at the last attempt
-        self._file: tuple[int, int] | None = None # While it is held
+        self._file: tuple[int, int] | None = None # Device and inode while the lock is held
 
     def _take(self) -> bool:
         try: fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -107,7 +107,7 @@ class Lock:
         return False
 
     def acquire(self,
-        seconds: float | None = None, # Longest time to wait; None means without a limit
+        seconds: float | None = None, # Longest time to wait; None: no limit
     ) -> None:
         """Take the lock. After three seconds of waiting, and then each minute, it prints which process holds it. Raises
         `LockedError` if another process holds it longer, `OSError` if its file cannot be written."""

@@ -75,7 +75,7 @@ def _record_batch(schema: pa.Schema, values: np.ndarray, lengths: list[int], row
     return pa.record_batch([*index, pa.LargeListArray.from_arrays(offsets, items)], schema=schema)
 
 # %% ../../nbs/core/10_ragged.ipynb #c017
-_PAGE = 512 # 64-bit numbers
+_PAGE = 512 # 64-bit numbers per page
 
 def _checksum(values: np.ndarray) -> int:
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -84,7 +84,7 @@ def _checksum(values: np.ndarray) -> int:
     return zlib.crc32(data[8*_PAGE*n_pages:].data, zlib.crc32(sums))
 
 def _column_bytes(column: pa.Array) -> Iterator[bytes]:
-    "Values of a column of the index as bytes, however it is laid out in memory."
+    "Values of a column of the index as bytes, whatever its memory layout."
     kind = column.type
     yield column.is_null().to_numpy(zero_copy_only=False).tobytes()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -115,8 +115,8 @@ class RaggedWriter:
         item_shape: tuple[int, ...] = (), # Shape of an array without its first axis
         schema: pa.Schema | None = None,  # Columns of the index
         kind: str = 'arrays',             # Kind of the arrays, which a reader may require
-        metadata: dict | None = None,     # Anything that JSON can hold
-        chunk_bytes: int = 64 << 20,      # Values in memory at a time
+        metadata: dict | None = None,     # Values that JSON can represent
+        chunk_bytes: int = 64 << 20,      # Bytes of values in memory at a time
     ):
         self.path = Path(path)
         self.item_shape = tuple(item_shape)
@@ -190,7 +190,7 @@ def _one_line(e: Exception) -> str:
     return ' '.join(str(e).split())[:200] or type(e).__name__
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
-    "The mapped file, its reader and its header. Raises `RaggedError` for a file that is not ours or not complete."
+    "The mapped file, its reader and its header. Raises `RaggedError` for a foreign or incomplete file."
     try:
         check_is_file(path)
         buffer = pa.memory_map(str(path)).read_buffer()
@@ -200,19 +200,19 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
     except FileNotFoundError: raise RaggedError(f'{path}: no such file') from None
     except ReadError as e: raise RaggedError(str(e)) from None
     except Exception as e: # Arrow raises many kinds of errors for invalid bytes
-        raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); make it again') from None
+        raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); recreate it') from None
     if _KEY not in metadata or _VALUES not in names:
         raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle')
     is_whole = metadata.get(_HEADER_CRC) == str(zlib.crc32(metadata[_KEY])).encode()
     header = parse_json(metadata[_KEY]) if is_whole else None
-    if not isinstance(header, dict): raise RaggedError(f'{path}: damaged header; make it again')
+    if not isinstance(header, dict): raise RaggedError(f'{path}: damaged header; recreate it')
     if header.get('version') != _VERSION:
-        raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; make it again')
+        raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; recreate it')
     return buffer, reader, header
 
 # %% ../../nbs/core/10_ragged.ipynb #c024
 def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[pa.RecordBatch, list[int]]:
-    """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
+    """Read a chunk, whose offsets and texts are checked, and the checksums of its arrays; raises `RaggedError`.
     The values are not read."""
     try:
         batch, custom = reader.get_batch_with_custom_metadata(k)
@@ -220,13 +220,13 @@ def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[p
         if batch.column(_VALUES).null_count: raise RaggedError('an array is missing')
         crc32 = parse_json((custom or {}).get(b'crc32', b'{}'))
         if crc32.get('index') != _index_checksum(batch, k, k == reader.num_record_batches - 1):
-            raise RaggedError('the index is not as it was written')
-        if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
+            raise RaggedError('the index does not match its checksum')
+        if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are incomplete')
         return batch, crc32['arrays']
-    except Exception as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
+    except Exception as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); recreate it') from None
 
 def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray]:
-    "Beginnings of the arrays of a chunk, in bytes from `address`, and their lengths, `[n]` each."
+    "Starts of the arrays of a chunk, in bytes from `address`, and their lengths, `[n]` each."
     column = batch.column(_VALUES)
     offsets = column.offsets.to_numpy()
     data = column.buffers()[-1]
@@ -237,7 +237,7 @@ def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray
 class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
-        path: str | Path,        # File that a `RaggedWriter` made
+        path: str | Path,        # File written by a `RaggedWriter`
         kind: str | None = None, # Expected kind; by default any
     ):
         self.path = Path(path)
@@ -257,15 +257,15 @@ class Ragged:
         none = np.zeros(0, np.int64)
         self.lengths = np.concatenate([none, *(lengths for _, lengths in located)])
         self._verified = np.zeros(len(self.lengths), bool)
-        # The whole file as numbers, including headers, and the beginning of each array in it
+        # The whole file as numbers, including headers, and the start of each array in it
         self.flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)
         starts = np.concatenate([none, *(starts for starts, _ in located)])
         itemsize = self.dtype.itemsize
         ends = starts + self.lengths*self._item_size*itemsize
         outside = (starts < 0) | (ends > buffer.size) | (starts % itemsize != 0)
         if (outside & (self.lengths > 0)).any():
-            raise RaggedError(f'{self.path}: array {int(np.argmax(outside))} is compressed or lies outside the file; '
-                              'make it again')
+            raise RaggedError(f'{self.path}: array {int(np.argmax(outside))} is compressed or outside the file; '
+                              'recreate it')
         self.starts = starts//itemsize
         table = pa.Table.from_batches(chunks, reader.schema)
         self.table = table.drop_columns(_VALUES).replace_schema_metadata(None)
@@ -290,8 +290,8 @@ class Ragged:
             if _checksum(self._view(i)) != self._checksums[i]:
                 changed = file_state(self.path) != self._state
                 problem = 'changed since it was opened' if changed else 'damaged'
-                raise RaggedError(f'{self.path}: {problem}, array {i} is not as it was written; remove the file and '
-                                  'make it again')
+                raise RaggedError(f'{self.path}: {problem}, array {i} does not match its checksum; remove '
+                                  'and recreate the file')
             self._verified[i] = True
 
     def __getitem__(self, i: int) -> np.ndarray:
@@ -302,7 +302,7 @@ class Ragged:
 
     @cached_property
     def index(self) -> pd.DataFrame:
-        "The index, a row for each array."
+        "The index, with one row per array."
         return self.table.to_pandas()
 
 # %% ../../nbs/core/10_ragged.ipynb #c029
@@ -311,9 +311,9 @@ def write_ragged(
     arrays: Iterable[np.ndarray],      # [n, *item_shape] each, consumed one at a time; the first decides type and shape
     index: pd.DataFrame | None = None, # One row for each array
     kind: str = 'arrays',              # Kind of the arrays
-    metadata: dict | None = None,      # Anything that JSON can hold
+    metadata: dict | None = None,      # Values that JSON can represent
 ) -> Ragged:
-    "Write arrays with their index; raises `RaggedError` without arrays, or with another number of rows of the index."
+    "Write arrays with their index; raises `RaggedError` without arrays, or if the index has another number of rows."
     table = None if index is None else pa.Table.from_pandas(index, preserve_index=False).replace_schema_metadata(None)
     rows = None if table is None else table.to_pylist()
     arrays = map(np.asarray, arrays)

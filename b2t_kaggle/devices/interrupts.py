@@ -19,11 +19,11 @@ from typing import Any
 # %% ../../nbs/devices/00_interrupts.ipynb #c005
 PIPE = 13 # Number of SIGPIPE on every system; handlers get it for a broken pipe
 
-_handlers: list[Callable[[int, Any], None]] = [] # The innermost is the last
+_handlers: list[Callable[[int, Any], None]] = [] # Innermost handler last
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    "Call a function for signals that ask the program to end, and a lost standard stream; only in the main thread."
+    "Call a function for signals that ask the program to end and for lost standard streams, in the main thread."
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -47,7 +47,7 @@ def _lead_nowhere(stream: Any) -> None:
     os.close(null)
 
 class _Stream:
-    "A stream of text that calls the handler when its reader is gone."
+    "A text stream that calls the handler when its reader is gone."
     def __init__(self, stream: io.TextIOWrapper): self._stream = stream
     def __getattr__(self, name: str) -> Any: return getattr(self._stream, name)
     def __iter__(self): return iter(self._stream)
@@ -63,7 +63,7 @@ class _Stream:
 
 @contextmanager
 def _watched_streams() -> Iterator[None]:
-    "Watch standard output and errors, if they are files of the system and are not watched already."
+    "Watch standard output and standard error, if they have a file number and are not watched yet."
     watched = {}
     for name in 'stdout', 'stderr':
         stream = getattr(sys, name)
@@ -82,7 +82,7 @@ def _watched_streams() -> Iterator[None]:
 
 # %% ../../nbs/devices/00_interrupts.ipynb #c012
 @contextmanager
-def noted_interrupt() -> Iterator[Callable[[], bool]]: # Whether there was a request to end in the block
+def noted_interrupt() -> Iterator[Callable[[], bool]]: # Whether there was a request to end
     "Note a request to end instead of ending the block; a second Ctrl-C ends it. Only in the main thread."
     noted: list[int] = []
     def note(number, frame):

@@ -18,11 +18,11 @@ from .machine import DeviceError
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c005
 @dataclass(frozen=True)
 class KaggleAccelerator:
-    "An accelerator of Kaggle's."
+    "An accelerator on Kaggle."
     name: str               # Name in Kaggle's editor
     image: str              # Kaggle's image with it: `gpu`, `tpu` or `cpu`
     hours: float            # Time limit of a runtime with it [h]
-    machine_shape: str = '' # Kaggle's client's name
+    machine_shape: str = '' # Name in Kaggle's client
     memory_gb: float = 0    # Memory per chip [GB]
 
 KAGGLE_ACCELERATORS = {a.name: a for a in (
@@ -34,15 +34,15 @@ KAGGLE_ACCELERATORS = {a.name: a for a in (
 )}
 
 def _letters(name: str) -> str:
-    "A name without case, spaces, hyphens, `GPU`, and the sign × for an x."
+    "A name in lower case, with x for ×, without spaces, hyphens and `GPU`."
     return re.sub('[^a-z0-9]', '', name.lower().replace('×', 'x')).removeprefix('gpu')
 
 def kaggle_accelerator(name: str) -> KaggleAccelerator:
-    "An accelerator by its name or a unique beginning of it; raises `ValueError` for an unknown one."
+    "An accelerator by its name or a unique prefix of it; raises `ValueError` for an unknown one."
     wanted = _letters(name)
     fitting = [a for a in KAGGLE_ACCELERATORS.values() if wanted and _letters(a.name).startswith(wanted)]
     if len(fitting) == 1: return fitting[0]
-    raise ValueError(f'accelerator {name!r}: take one of {", ".join(KAGGLE_ACCELERATORS)}')
+    raise ValueError(f'accelerator {name!r}: choose one of {", ".join(KAGGLE_ACCELERATORS)}')
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c008
 _MARGIN = 1/6
@@ -54,19 +54,19 @@ def time_limit_hours(hours: float | None, kind: str, environ: Mapping[str, str] 
     return min(a.hours for a in KAGGLE_ACCELERATORS.values() if a.image == image) - _MARGIN
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c011
-FEW_BATCHES = 1000 # Most batches that are trained on a processor without asking
+FEW_BATCHES = 1000 # Largest number of batches that are trained on a processor by default
 
 def check_accelerator_present(kind: str, accelerator: str, n_batches: int, reason: str = '') -> None:
     "Raises `DeviceError` for a long training run on a processor that was not configured as the accelerator."
     if kind != 'cpu' or accelerator == 'cpu' or n_batches <= FEW_BATCHES: return
     because = f' ({reason})' if reason else ''
     raise DeviceError(f'no accelerator to train {n_batches:,} batches on{because}. Choose one: on Kaggle under '
-                      'Settings › Accelerator; `b2t devices` says what is here. --accelerator cpu trains on the '
-                      'processor all the same, which may take weeks')
+                      'Settings › Accelerator; `b2t devices` lists them. --accelerator cpu trains on the '
+                      'processor anyway, which may take weeks')
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c014
 def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
-    "Print the device for training without starting it; returns its problem."
+    "Print the device for training without starting it; returns a list with its problem."
     if framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:
@@ -75,5 +75,5 @@ def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> lis
     except DeviceError as e: return [str(e)]
     print('device:     ', device)
     if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return []
-    return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor training lasts weeks; '
+    return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor training takes weeks; '
             'choose another one under Settings › Accelerator, or set accelerator="cpu"']

@@ -20,10 +20,10 @@ def _minor(version: str) -> str: return '.'.join(version.split('.')[:2])
 
 # %% ../../nbs/devices/03_torch.ipynb #c009
 def _xla_package_problem(d: Detected) -> str:
-    "Reason that PyTorch/XLA does not work with the installed packages, and a remedy; empty if it does."
+    "Reason why PyTorch/XLA does not work with the installed packages, and a remedy; empty if it does."
     torch = d.packages.get('torch')
     xla = d.packages.get('torch_xla')
-    if xla is None: return f'torch_xla is not installed (torch {torch or "neither"}); {_INSTALL_PAIR}'
+    if xla is None: return f'torch_xla is not installed (torch {torch or "is missing"}); {_INSTALL_PAIR}'
     if torch is None: return f'torch is not installed (torch_xla {xla}); {_INSTALL_PAIR}'
     if _minor(torch) != _minor(xla):
         return (f'torch {torch} and torch_xla {xla} do not match: their minor versions must be equal; '
@@ -33,29 +33,29 @@ def _xla_package_problem(d: Detected) -> str:
             return (f'{variable}={d.variables[variable]} makes torch_xla store every float32 tensor as bfloat16; '
                     'unset it and set train.precision instead')
     if 'tensorflow' in d.imported and 'torch_xla' not in d.imported:
-        return 'TensorFlow is imported in this process, and torch_xla after it ends the process; start a new one'
+        return 'TensorFlow is imported in this process, and importing torch_xla then ends it; start a new process'
     return ''
 
 def tpu_problem(d: Detected) -> str:
-    "Reason that PyTorch/XLA cannot compute on a TPU, and a remedy; empty if it can."
+    "Reason why PyTorch/XLA cannot compute on a TPU, and a remedy; empty if it can."
     pjrt = d.variables.get('PJRT_DEVICE')
     tpu = d.tpu
     if tpu is None: return machine.NO_TPU
     if pjrt not in (None, 'TPU'): return f'PJRT_DEVICE={pjrt} keeps PyTorch/XLA off the TPU; unset it'
     if problem := _xla_package_problem(d): return problem
     if not tpu.hardware and pjrt is None:
-        return (f'{next(iter(tpu.variables))} promises a TPU, but there is no /dev/accel*, /dev/vfio/* or PCI device '
-                'of one; start a session with a TPU, or set PJRT_DEVICE=TPU to try all the same')
+        return (f'{next(iter(tpu.variables))} indicates a TPU, but there is no /dev/accel*, /dev/vfio/* or PCI device '
+                'of one; start a session with a TPU, or set PJRT_DEVICE=TPU to try anyway')
     if not ({'libtpu', 'libtpu-nightly'} & set(d.packages) or 'TPU_LIBRARY_PATH' in d.variables):
         return f"libtpu is not installed; pip install 'torch_xla[tpu]=={d.packages['torch_xla'].split('+')[0]}'"
     return ''
 
 # %% ../../nbs/devices/03_torch.ipynb #c012
 def start_xla(device: Device) -> Device:
-    "The planned device with the number of devices that torch_xla's runtime has; raises `DeviceError`."
+    "Start torch_xla; returns the planned device with its number of devices. Raises `DeviceError`."
     library = os.environ.get('TPU_LIBRARY_PATH')
     if library and not Path(library).is_file():
-        raise DeviceError(f'TPU_LIBRARY_PATH={library} is not a file, and torch_xla would end the process over it; '
+        raise DeviceError(f'TPU_LIBRARY_PATH={library} is not a file, which would make torch_xla end the process; '
                           'unset it')
     was_set = 'PJRT_DEVICE' in os.environ
     os.environ.setdefault('PJRT_DEVICE', 'TPU')
@@ -65,8 +65,8 @@ def start_xla(device: Device) -> Device:
     except (ImportError, OSError, RuntimeError) as e:
         if not was_set: del os.environ['PJRT_DEVICE']  # otherwise the next `detect` would see it
         line = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise DeviceError(f'PyTorch/XLA does not start on {device.name}: {line}. See that torch and torch_xla are a '
-                          'pair and that no other process holds the TPU') from e
+        raise DeviceError(f'PyTorch/XLA does not start on {device.name}: {line}. Check that torch and torch_xla '
+                          'match and that no other process uses the TPU') from e
 
 # %% ../../nbs/devices/03_torch.ipynb #c016
 def _xla_cpu_device(d: Detected, precision: str) -> Device:
@@ -79,12 +79,12 @@ def _xla_cpu_device(d: Detected, precision: str) -> Device:
     return Device('xla', f"XLA's processor backend on {d.cpu}", chosen, reason, int(count) if count.isdecimal() else 1)
 
 def plan_torch(d: Detected, accelerator: str = 'auto', precision: str = 'auto') -> Device:
-    "The device for PyTorch, from facts alone. Raises `DeviceError` if a named device cannot be used."
+    "Choose a device for PyTorch from facts alone. Raises `DeviceError` if a named device cannot be used."
     machine.check_accelerator(accelerator)
     if accelerator == 'xla' and d.variables.get('PJRT_DEVICE') == 'CPU': return _xla_cpu_device(d, precision)
     problem = tpu_problem(d)
     if accelerator == 'xla' and d.tpu is None:
-        problem = 'no TPU here, and PyTorch/XLA on the processor (for tests) must be asked for with PJRT_DEVICE=CPU'
+        problem = 'no TPU here, and PyTorch/XLA on the processor (for tests) must be requested by PJRT_DEVICE=CPU'
     if accelerator in ('tpu', 'xla') and problem: raise DeviceError(f'accelerator {accelerator}: {problem}')
     if accelerator in ('tpu', 'xla') or (accelerator == 'auto' and not problem):
         return machine.tpu_device(d, accelerator, precision)
@@ -103,7 +103,7 @@ def pick_torch(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
-    """The device for PyTorch, ready for use. Imports torch, and torch_xla if that is the choice.
+    """The device for PyTorch, ready for use. Imports torch, and torch_xla if it is needed.
     Raises `DeviceError` if a device was requested by name and is missing."""
     detected = detect('torch')
     device = plan_torch(detected, accelerator, precision)

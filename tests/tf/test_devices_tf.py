@@ -128,7 +128,7 @@ def test_the_build_explains_the_failure(build, message, monkeypatch):
 def test_a_tpu_that_is_pytorchs_is_left_alone(monkeypatch):
     calls = simulate_tpu(monkeypatch, 8, KAGGLE)
     monkeypatch.setitem(sys.modules, 'torch_xla', ModuleType('torch_xla'))
-    message = 'accelerator tpu: PyTorch/XLA is imported in this process, and a TPU belongs to one of the two'
+    message = 'accelerator tpu: PyTorch/XLA is imported in this process, and only one of the two can use a TPU'
     with pytest.raises(DeviceError, match=message): create_tpu_strategy(accelerator='tpu')
     d = pick_tensorflow()
     assert d.kind == 'cpu' and 'the TPU is not used: PyTorch/XLA is imported' in d.reason and not calls
@@ -151,7 +151,7 @@ def test_a_build_for_tpus_goes_on_without_xla(monkeypatch, capsys):
 @pytest.mark.parametrize('cores, replicas', [(1, 1), (8, 1), (7, 7)])
 def test_too_few_cores_are_noticed(cores, replicas, monkeypatch, capsys):
     simulate_tpu(monkeypatch, cores, KAGGLE, replicas)
-    message = f'TensorFlow uses {replicas} of 8 cores; see that no variable'
+    message = f'TensorFlow uses {replicas} of 8 cores; check that no variable'
     with pytest.raises(DeviceError, match=f'accelerator tpu: {message}'): create_tpu_strategy(accelerator='tpu')
     with pytest.warns(RuntimeWarning, match=f'uses {replicas} of 8 cores'):
         assert create_tpu_strategy().num_replicas_in_sync == replicas
@@ -207,7 +207,7 @@ def test_gpus_that_are_not_asked_for_are_hidden(monkeypatch):
     assert pick_tensorflow('cpu').kind == 'cpu' and shown == [([], 'GPU')]
     def too_late(*args): raise RuntimeError('Visible devices cannot be modified after being initialized')
     monkeypatch.setattr(tf.config, 'set_visible_devices', too_late)
-    with pytest.raises(DeviceError, match='TensorFlow holds the GPU already'): pick_tensorflow('cpu')
+    with pytest.raises(DeviceError, match='TensorFlow already holds the GPU'): pick_tensorflow('cpu')
 
 
 def test_gpus_that_tensorflow_does_not_see(monkeypatch):

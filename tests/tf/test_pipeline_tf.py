@@ -96,7 +96,7 @@ def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
 def test_a_schedule_that_is_longer_than_the_run_is_said(finished, tmp_path):
     work = finished[0].parent/'data'   # where there are sessions already
     r = command('simulate', '--out', tmp_path, '--work', work, *TINY, '--set', 'lr_decay_steps=1000')
-    warning = 'The learning rate falls over more batches than the 4 that are trained'
+    warning = 'The learning rate decays over more batches than the 4 of the run'
     assert r.exit_code == 0 and warning in r.stderr, r.output
 
 

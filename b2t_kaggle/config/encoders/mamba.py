@@ -17,7 +17,7 @@ class MambaConfig(PatchedConfig):
     "Mamba-2 layers, in both directions or causal."
     name: Literal['mamba'] = 'mamba'
     n_units: int = Field(512, ge=1)
-    "Width of the layers, in numbers per frame."
+    "Width of the layers: values per frame."
     n_layers: int = Field(5, ge=1)
     "Mamba-2 layers."
     bidirectional: bool = True

@@ -18,7 +18,7 @@ from ...core.ctc import n_frames, round_length
 def position_buckets(
     distances: np.ndarray, # Frames from query to key, negative for earlier ones, of any shape `[…]`
     n_buckets: int,        # Number of buckets
-    max_distance: int,     # Distance from which all share a bucket
+    max_distance: int,     # Distance from which on all share a bucket
     causal: bool,          # Whether all buckets are for earlier frames; later frames then have the bucket of distance 0
 ) -> np.ndarray:
     "The bucket of each distance, int64 `[…]` (T5; Raffel et al., 2020)."
@@ -47,13 +47,13 @@ class TransformerConfig(EncoderConfig):
     "Width of a head."
     feedforward_factor: ClassVar[int] = 4 # Width of the feed-forward networks, in units of `n_units`
     position_buckets: ClassVar[int] = 32 # Buckets of distances between frames, each with a learned bias per head
-    max_distance: ClassVar[int] = 200 # Distance in frames from which all share a bucket
+    max_distance: ClassVar[int] = 200 # Distance in frames from which on all share a bucket
     causal: bool = False
     "Whether frames attend to earlier ones only, so that the model streams."
     left_context: int = Field(250, ge=0)
-    "Earlier frames that a frame of a causal model attends to."
+    "Number of earlier frames that a frame of a causal model attends to."
     left_context_min: int = Field(62, ge=0)
-    "Least number in training, which draws a number from here to `left_context` for each trial."
+    "Smallest left context in training, which draws one up to `left_context` for each trial."
     day_layer: bool = False
     "Whether features first go through a layer per day, which starts as the identity."
     input_dropout: float = Field(0.2, ge=0, lt=1)

@@ -72,7 +72,7 @@ class ZipformerConfig(StacksConfig):
     chunk_size: int = Field(8, ge=1)
     "Patches of a chunk of a causal model."
     left_context_frames: int = Field(128, ge=0)
-    "Patches before its chunk that attention of a causal model sees."
+    "Patches before a chunk that attention of a causal model sees."
     dropout: float = Field(0.1, ge=0, lt=0.33)
     "Dropout at the end of its schedule, which begins with three times as much."
     schedule_share: ClassVar[float] = 0.25 # Part of the run that corresponds to icefall's 20,000 batches
