@@ -1,7 +1,7 @@
-"""Every notebook is a test, beside those in tests/: `pytest nbs/00_phonemes.ipynb` runs one.
+"""Every notebook is a test, in addition to tests/: `pytest nbs/00_phonemes.ipynb` runs one.
 
-Notebooks and test files share the worker processes of pytest-xdist, the longest first, so that no core waits for
-another at the end, and PyTorch is imported once for each worker.
+Notebooks and test files share the worker processes of pytest-xdist. The longest start first, so that all cores finish
+at about the same time, and each worker imports PyTorch only once.
 """
 import atexit
 import gc
@@ -27,30 +27,30 @@ ROOT = Path(__file__).parent
 sys.path.append(str(ROOT/'tools'))
 from compiled import keep_compiled, keep_programs, number_names, take_compiled  # noqa: E402
 
-# A busy machine is no failure
+# On a busy machine, an example may take longer than hypothesis' deadline
 settings.register_profile('kit', deadline=None)
 settings.load_profile('kit')
-# What a test starts finds the package's code compiled by the process before it
+# Processes that a test starts use bytecode that earlier processes compiled
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
 sys.dont_write_bytecode = False
-# Tiny models are computed in no time and compiled for minutes: LLVM need not optimise what XLA makes of them, in
-# TensorFlow and in PyTorch/XLA alike (40 and 60 % less processor time). What is compiled, how often, and what would
-# fall back to the host stays the same
+# Tiny models compute in no time but compile for minutes, so LLVM need not optimise XLA's code, in TensorFlow and in
+# PyTorch/XLA (40 and 60 % less processor time). This does not change what is compiled, how often, and what falls back
+# to the host
 os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
 
-# Almost all that lives was imported and stays: Python looks for cycles less often, and not in it (a twentieth of the
-# processor time). tests/no_network does the same in what tests start
+# Almost all objects come from imports and stay alive, so Python searches for cycles less often and skips these objects
+# (a twentieth of the processor time). tests/no_network does the same in processes that tests start
 gc.set_threshold(50_000, 20, 50)
 
-# Tests reach this machine alone, as does what they start, unless a variable asks for what needs the network
+# Tests and the processes they start cannot reach the network, unless a variable selects tests that need it
 NO_NETWORK = str(ROOT/'tests'/'no_network')
 if not {'BUILD_KENLM', 'RESOLVE'} & os.environ.keys() and NO_NETWORK not in os.environ.get('PYTHONPATH', '').split(':'):
     os.environ['PYTHONPATH'] = ':'.join(filter(None, (NO_NETWORK, os.environ.get('PYTHONPATH'))))
     sys.path.append(NO_NETWORK)
     runpy.run_path(f'{NO_NETWORK}/sitecustomize.py')
 
-# Files that take more than ten seconds of a processor (November 2026, Xeon). One that is missing here only starts
-# later, and shorter ones should: a worker that has two tests left takes the next file, whoever could begin it sooner
+# Files that take more than ten seconds of processor time (November 2026, Xeon). Other files start later, as short ones
+# should: a worker with two tests left takes the next file, even if another worker could start it sooner
 SECONDS = {'test_interrupts': 105, 'test_pipeline': 80, 'test_trainer': 65, 'test_kaggle_notebooks': 54,
            'test_extending_the_kit': 52, 'test_kills': 50, 'test_kaggle_cycle': 46, 'test_site': 34,
            'test_encoders': 30, 'test_imports': 27, 'test_adding_an_encoder': 25, '02_simulate': 23,
@@ -62,29 +62,29 @@ SECONDS = {'test_interrupts': 105, 'test_pipeline': 80, 'test_trainer': 65, 'tes
            'test_trainer_tf': 58, 'test_encoders_tf': 47, 'test_pipeline_tf': 38, 'test_kaggle_notebook_tf': 20}
 
 
-# kenlm 0.3.0 does not compile on Python 3.13 and later; what compares with it, or reads its files, is skipped there
+# kenlm 0.3.0 does not compile on Python 3.13 and later; tests that compare with it or read its files are skipped
 NO_KENLM = sys.version_info >= (3, 13) and find_spec('kenlm') is None
 
 
 class Notebook(pytest.File):
-    "A notebook, as pytest sees it: a file with one test."
+    "A notebook as a file with one test."
     def collect(self): yield NotebookTest.from_parent(self, name=self.path.stem)
 
 
 class NotebookTest(pytest.Item):
-    "Runs a notebook as nbdev_test does: without the cells whose directives say so (`#| bench`, `#| eval: false`)."
+    "Runs a notebook like nbdev_test, without cells that directives exclude (`#| bench`, `#| eval: false`)."
     def runtest(self):
         if NO_KENLM and 'NGram.load(' in self.path.read_text(encoding='utf-8'): pytest.skip('kenlm is not installed')
         from nbdev.config import get_config
         from nbdev.test import test_nb
-        # Numba keeps what cells compile in one folder for all of a user's processes, where functions of one would meet
-        # classes that another process has defined. What cells leave in their temporary folder goes with it, as do the
-        # variables that they set
+        # Numba caches functions compiled in cells in one folder for all processes of a user, where functions of one
+        # process would meet classes that another has defined. So each notebook has its own folder, which is deleted
+        # with its temporary files; variables that it sets are reset
         with (tempfile.TemporaryDirectory() as folder, patch('IPython.paths.get_ipython_cache_dir', lambda: folder),
               patch('tempfile.tempdir', folder), patch.dict(os.environ, TMPDIR=folder),
               patch('nbdev.test.CaptureShell', unkept_shell)):
             passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
-        # A benchmark takes all cores, which the tests after it would take from those beside them
+        # A benchmark uses all cores; later tests in this process must not take them from other workers
         n_threads = os.environ.get('OMP_NUM_THREADS')
         if n_threads and 'torch' in sys.modules: sys.modules['torch'].set_num_threads(int(n_threads))
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
@@ -93,10 +93,10 @@ class NotebookTest(pytest.Item):
 
 
 def unkept_shell(path):
-    """The shell of a notebook at `path`, which goes with its test. IPython would keep it, with what the notebook has
-    defined, and empty all of them when the process ends, which takes a minute for ninety notebooks."""
+    """A shell for the notebook at `path`, which is freed after its test. IPython would keep it, with everything that
+    the notebook defined, and clear all shells when the process ends, which takes a minute for ninety notebooks."""
     from execnb.shell import CaptureShell
-    # Nobody sees the plots: a quarter of the pixels does, and none is drawn twice to find what of its margin is empty
+    # The plots are not shown, so a quarter of the pixels is enough, and margins need not be measured by drawing twice
     shell = CaptureShell(path, mpl_format='png')
     shell.run("set_matplotlib_formats('png', bbox_inches=None)")
     atexit.unregister(shell.atexit_operations)
@@ -116,16 +116,16 @@ def small_disk(tmp_path):
 
 
 def shares_compiled(config):
-    "Whether this process begins and ends the tests; a worker of pytest-xdist does not."
+    "Whether this process starts and ends the tests, unlike a worker of pytest-xdist."
     try: return not hasattr(config, 'workerinput') and bool(version('numba'))
     except PackageNotFoundError: return False
 
 
 def pytest_configure(config):
-    # A worker ends when all that registers itself from here on is done: Python would then take ten seconds to empty its
-    # frameworks
+    # A worker exits at once after the exit handlers registered from here on: Python would take ten seconds to clean up
+    # the frameworks
     if hasattr(config, 'workerinput'): atexit.register(os._exit, 0)
-    with suppress(OSError): # Where the cache cannot be read or written, more is compiled
+    with suppress(OSError): # If the cache cannot be read or written, more is compiled
         if shares_compiled(config):
             take_compiled()
             keep_programs()
@@ -138,13 +138,13 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish():
-    "Nobody waits for pytest to search all that tests have left for cycles, five times, when they are done."
+    "Skip pytest's five searches for cycles in all objects that tests have left."
     gc.freeze()
 
 
 def pytest_addoption(parser):
     parser.addoption('--faults', type=int, default=12, metavar='N',
-                     help='cases of damage that tests/faults draws for each kind of file')
+                     help='random cases of damage for each kind of file in tests/faults')
 
 
 def pytest_collect_file(file_path, parent):
@@ -153,8 +153,8 @@ def pytest_collect_file(file_path, parent):
 
 
 def seed_draws():
-    """Have a test draw the same, whichever ran before it in its process: Keras takes its seeds from Python, and a new
-    process's PyTorch begins with this one."""
+    """Make a test's random numbers independent of earlier tests in its process: Keras takes its seeds from Python, and
+    PyTorch starts with this seed in a new process."""
     random.seed(0)
     if torch := sys.modules.get('torch'): torch.default_generator.manual_seed(67280421310721)
 
@@ -162,7 +162,7 @@ def seed_draws():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
     seed_draws()
-    if item.nodeid.startswith('nbs/tensorflow/'): # Where it is missing, the notebook says so
+    if item.nodeid.startswith('nbs/tensorflow/'): # If it is missing, the notebook says so
         with suppress(ImportError): import_module('b2t_kaggle.tensorflow.layers')
     number_names(item.nodeid)
     return (yield from _without_kenlm())
@@ -173,7 +173,7 @@ def pytest_runtest_call(item): return (yield from _without_kenlm())
 
 
 def _without_kenlm():
-    "Runs a test, which is skipped where it asks for kenlm and there cannot be one."
+    "Run a test, and skip it if it imports kenlm on a Python on which kenlm does not compile."
     try: return (yield)
     except ImportError as e:
         if not NO_KENLM or e.name != 'kenlm': raise
@@ -181,7 +181,7 @@ def _without_kenlm():
 
 
 def pytest_ignore_collect(collection_path, config):
-    "With `-k`, a file in which none of the words stands is not even imported; a notebook is selected by its name."
+    "With `-k`, a file without any of the words is not even imported; a notebook is selected by its name."
     from b2t_kaggle.config.encoders.encoder import encoder_names
     words = re.findall(r'\w+', config.option.keyword.lower())
     if not words or 'not' in words or not collection_path.is_file(): return None
@@ -191,7 +191,7 @@ def pytest_ignore_collect(collection_path, config):
     return None if any(w in text for w in set(words) - {'and', 'or'}) else True
 
 
-# Notebooks that another test executes, too, and what it is called
+# Notebooks that another test also executes, and the name of that test
 EXECUTED_BY = {'one_trial': 'test_the_first_page_shows_a_trial_as_it_is_decoded'}
 
 
@@ -202,6 +202,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    "What was imported by now is left out of the search for cycles."
+    "Exclude the objects imported so far from the search for cycles."
     gc.collect()
     gc.freeze()

@@ -55,7 +55,7 @@ def made(tmp_path_factory):
     ('build text.txt --prune 0,x', 2, "--prune.*'0,x' is not of the form 0,0,1"),
     ('build text.txt --prune 1,0', 1, 'do not fall'),
     ('build text.txt --order 0', 1, 'order is 0'),
-    ('build text.txt --threshold -1', 2, '--threshold.*-1.0 is not a number of 0 or more'),
+    ('build text.txt --threshold -1', 2, '--threshold.*-1.0 is not a share of 0 or more'),
     ('build text.txt --threshold nan', 2, '--threshold.*nan is not'),
     ('build empty.txt --sentences', 1, 'the text holds no words'),
     ('mix a/lm.arpa b/lm.arpa --weights 0.5,x', 2, "--weights.*'0.5,x' is not of the form 0.7,0.3"),

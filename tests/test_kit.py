@@ -111,7 +111,7 @@ def test_an_installation_on_a_file_system_without_locks(tmp_path, number):
     env = no_locks.environment(tmp_path, number)
     r = kit('run', path=tools(tmp_path/'bin', NO_VENV), B2T_ENVS=str(tmp_path/'envs'),
             **{k: env[k] for k in ('LD_PRELOAD', 'FLOCK_ERRNO')})
-    assert f'kit: no locks in {tmp_path}/envs; let no other ./kit install there' in r.stderr
+    assert f'kit: cannot lock {tmp_path}/envs; do not start another ./kit' in r.stderr
     assert r.stderr.endswith('no venv today\n') # It went on
 
 
@@ -125,7 +125,7 @@ def test_without_a_home_the_environment_is_a_temporary_one(tmp_path, home):
     shutil.rmtree(own)
     own.symlink_to('/etc')
     other = run()
-    assert other.returncode == 2 and "is another user's; B2T_ENVS names a folder" in other.stderr
+    assert other.returncode == 2 and "is another user's; set B2T_ENVS to a folder" in other.stderr
 
 
 def test_who_waits_for_another_installation_says_so(tmp_path):
@@ -157,7 +157,7 @@ def test_extras_are_listed_and_others_refused(tmp_path):
     listed = re.search(r'Extras: ((?:\w+, )+\w+)', text)[1]
     assert sorted(listed.split(', ')) == sorted(expected)
     r = kit('env', 'lmm', B2T_ENVS=str(tmp_path))
-    assert r.returncode == 2 and r.stderr == f"kit: no extra 'lmm'; there are {' '.join(expected)}\n"
+    assert r.returncode == 2 and r.stderr == f"kit: unknown extra 'lmm'; choose one of {' '.join(expected)}\n"
 
 
 def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):

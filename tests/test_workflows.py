@@ -81,8 +81,8 @@ def test_a_form_asks_something(path):
 
 def test_a_release_wants_the_tag_of_its_version():
     r = subprocess.run([ROOT/'.ci/release', 'v9.9.9'], capture_output=True, text=True, timeout=20)
-    assert r.returncode == 1 and r.stderr == (f'release: the tag is v9.9.9, and settings.ini has version '
-                                              f'{settings()["version"]}; expected v{settings()["version"]}\n')
+    assert r.returncode == 1 and r.stderr == (f'release: found tag v9.9.9, expected v{settings()["version"]}, the '
+                                              'version in settings.ini\n')
     if '(unreleased)' not in (ROOT/'CHANGELOG.md').read_text(): return
     r = subprocess.run([ROOT/'.ci/release', f'v{settings()["version"]}'], capture_output=True, text=True, timeout=20)
     assert r.returncode == 1 and 'CHANGELOG.md has no date' in r.stderr

@@ -1,7 +1,7 @@
 """Execute a notebook in place and keep its outputs: `./kit bench 06_decoding`, `./kit bench nbs/00_phonemes.ipynb`.
 
-Benchmarks have the figures that the documentation cites. Reader's notebooks have pictures; their metadata say how many
-at least (`"b2t": {"pictures": 2}`), and `./kit bench readers` executes all of them. Both store a hash of their code
+Benchmarks have the figures that the documentation cites. Reader's notebooks have pictures, at least as many as their
+metadata say (`"b2t": {"pictures": 2}`); `./kit bench readers` executes all of them. Both store a hash of their code
 cells, and tests/test_benchmarks.py fails if the code has changed since.
 """
 import ast
@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
 LINE = '*Executed '    # Begins the last cell of a benchmark, which shows the stamp to a reader
-LARGEST = 150_000      # Bytes of a reader's notebook that are outputs
-# What changes with each execution
+LARGEST = 150_000      # Maximum size of a reader's notebook's outputs in bytes
+# Parts of outputs that change with each execution, and their replacements
 CHANGING = {rf'{ROOT}/': '', rf'{tempfile.gettempdir()}/tmp\w+': '/tmp/…',
             r"(first step after |'seconds': )[\d.]+": r'\1…', r'T_[0-9a-f]{5}(?=_|\\")': 'T_table'}
 
@@ -42,7 +42,7 @@ def is_reader(notebook: dict) -> bool: return 'pictures' in notebook['metadata']
 def without_words(
     source: str, # Code of a cell
 ) -> str:
-    "The code without comments, docstrings and blank lines; directives (`#| hide`) stay."
+    "The code without comments, docstrings and blank lines; directives (`#| hide`) are kept."
     try:
         definitions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
@@ -72,7 +72,7 @@ def n_pictures(notebook: dict) -> int:
 def problem(
     path: Path, # Benchmark or reader's notebook
 ) -> str | None:
-    "Why the outputs of a notebook are not up to date, or None."
+    "Reason why the outputs of a notebook are not up to date, or None."
     notebook = read(path)
     stamp = notebook['metadata'].get('b2t', {})
     again = f'./kit bench {path.relative_to(ROOT) if ROOT in path.parents else path.stem}'
@@ -87,7 +87,7 @@ def problem(
 
 
 def smaller(
-    png: str, # Base64
+    png: str, # Picture in Base64
 ) -> str:
     "A picture in 64 colours if that is smaller, else unchanged."
     from PIL import Image
@@ -110,15 +110,15 @@ def cleaned(
 
 
 def stamped(
-    notebook: dict, # Executed
-    machine: str,   # What it ran on
-    commit: str,    # State of the repository
+    notebook: dict, # Executed notebook
+    machine: str,   # Machine that executed it
+    commit: str,    # Commit of the repository
 ) -> dict:
     "The notebook with clean outputs and the record of its execution as metadata; in a benchmark also as its last line."
     stamp = notebook['metadata'].get('b2t', {}) | dict(executed=date.today().isoformat(), machine=machine,
                                                        commit=commit, code=code_hash(notebook))
     for c in notebook['cells']:
-        if c['metadata'].get('tags') == []: del c['metadata']['tags']   # papermill's
+        if c['metadata'].get('tags') == []: del c['metadata']['tags']   # Added by papermill
         if c.get('outputs'): c['outputs'] = cleaned(c['outputs'])
     cells = [c for c in notebook['cells'] if not ''.join(c['source']).startswith(LINE)]
     if not is_reader(notebook):

@@ -1,5 +1,5 @@
-"""What was compiled once: what Numba compiled in a checkout, for other checkouts of the same sources, with which tests
-and documentation begin; and the programs that XLA compiled for TensorFlow, for later tests."""
+"""Reuse of compiled code: functions that Numba compiled in a checkout, with which tests and documentation begin in
+other checkouts of the same sources; and programs that XLA compiled for TensorFlow, for later tests."""
 import fcntl
 import hashlib
 import itertools
@@ -14,22 +14,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# Beside the environments that `kit` makes
+# Next to the environments that `kit` creates
 CACHE = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'
 COMPILED = Path(os.environ.get('B2T_ENVS') or CACHE)/'numba'
 PROGRAMS = COMPILED.parent/'xla'
-LARGEST = 2**30 # Bytes of programs, of some ten versions of the sources
+LARGEST = 2**30 # Maximum bytes of programs, enough for about ten versions of the sources
 
-BEGAN_WITH = set() # The marker of this session: what is compiled belongs to the sources that it began with
+BEGAN_WITH = set() # Marker of the sources with which this session began
 
 
 def compiled_files(package): return sorted(package.rglob('__pycache__/*.nb[ci]'))
 
 
 def compiled_marker():
-    """The file that says which sources this checkout's compiled functions are of: of all modules that Numba compiles
-    together, because it does not see that a function changed that another module calls."""
-    compiled = re.compile(rb'njit|numba|^(BLANK|SIL|LN10) *=', re.M) # Functions, intrinsics, numbers that are frozen
+    """The file whose name identifies the sources of this checkout's compiled functions: all modules with such functions
+    together, because Numba does not notice when a function in another module changes."""
+    compiled = re.compile(rb'njit|numba|^(BLANK|SIL|LN10) *=', re.M) # Functions, intrinsics, frozen constants
     sources = [p for p in sorted((ROOT/'b2t_kaggle').rglob('*.py')) if compiled.search(p.read_bytes())]
     key = hashlib.sha256(f'{version("numba")} {sys.version}'.encode())
     for p in sources: key.update(str(p.relative_to(ROOT)).encode() + p.read_bytes())
@@ -37,17 +37,17 @@ def compiled_marker():
 
 
 def snapshots(marker):
-    "Folders of compiled functions, the fullest last. None is ever written to again."
+    "Folders of compiled functions, the fullest last; they are never changed."
     return sorted((COMPILED/marker.name).glob('[0-9]*'))
 
 
 def take_compiled():
-    "Begin with what another checkout of the same sources compiled, and without what is of other sources."
+    "Begin with the functions that another checkout of the same sources compiled; delete those of other sources."
     marker = compiled_marker()
     BEGAN_WITH.add(marker)
     package = ROOT/'b2t_kaggle'
     marker.parent.mkdir(exist_ok=True)
-    with (marker.parent/'numba.lock').open('w') as lock: # `./kit test` begins two sessions at once
+    with (marker.parent/'numba.lock').open('w') as lock: # `./kit test` starts two sessions at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         if marker.exists(): return
         for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def take_compiled():
 
 
 def keep_compiled():
-    "Leave what was compiled to other checkouts, where they have a tenth less; a few sets of sources are kept."
+    "Save compiled functions for other checkouts, if they are a tenth more than before; keep a few sets of sources."
     marker = compiled_marker()
     package = ROOT/'b2t_kaggle'
     files = compiled_files(package)
@@ -76,27 +76,27 @@ def keep_compiled():
 
 
 def instructions():
-    "Those that this machine's processor has: a program compiled on another may have more."
+    "Instruction sets of this machine's processor: a program compiled on another may need more."
     lines = Path('/proc/cpuinfo').read_text().splitlines() if Path('/proc/cpuinfo').exists() else []
     return next((line for line in lines if line.startswith(('flags', 'Features'))), platform.processor())
 
 
 def keep_programs(environ=os.environ):
-    """Have TensorFlow keep what XLA compiles, and take it where the whole program is the same: it compares them. Each
-    environment and processor has a folder of its own; one that has grown too large begins anew."""
+    """Have TensorFlow save the programs that XLA compiles, and reuse them for identical programs. Each environment and
+    processor has its own folder, which is emptied when it has grown too large."""
     key = hashlib.sha256(f'{sys.prefix} {environ.get("XLA_FLAGS")} {instructions()}'.encode()).hexdigest()[:16]
     folder = PROGRAMS/key
     folder.mkdir(parents=True, exist_ok=True)
     files = list(folder.iterdir())
     if sum(p.stat().st_size for p in files) > LARGEST:
         for p in files: p.unlink(missing_ok=True)
-    if ' ' not in str(folder): # which would end the flag
+    if ' ' not in str(folder): # A space would end the flag
         environ.setdefault('TF_XLA_FLAGS', f'--tf_xla_persistent_cache_directory={folder}')
 
 
 def number_names(test):
-    """Have a test name TensorFlow's functions and Keras' layers alike, whichever ran before it in its process: both
-    number names as they come, and a kept program is found by the names in it. Tests share no number."""
+    """Make a test's names of TensorFlow's functions and Keras' layers independent of earlier tests in its process. Both
+    number their names consecutively, and a saved program is found by its names. Each test has its own numbers."""
     ops = sys.modules.get('tensorflow.python.framework.ops')
     keras = sys.modules.get('keras')
     if ops: ops.uid = itertools.count(zlib.crc32(test.encode()) << 20).__next__

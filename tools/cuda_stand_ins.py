@@ -1,9 +1,9 @@
 """Lets PyTorch's CUDA build run on a machine without an NVIDIA GPU, and without 4.5 GB of CUDA libraries.
 
-PyPI has no other build of the PyTorch that PyTorch/XLA wants. Its libraries name cuBLAS, cuDNN and others, which the
-loader looks up when PyTorch is imported; on a CPU none of their functions is ever called. This writes libraries of the
-same names in which every function is a trap, and metadata that tells pip that the packages are there. `./kit env xla`
-runs it in the new environment, between the installation of PyTorch alone and that of everything else.
+PyPI has only this build of the PyTorch that PyTorch/XLA needs. Its libraries are linked to cuBLAS, cuDNN and others,
+which are loaded when PyTorch is imported; on a CPU their functions are never called. This script writes libraries of
+the same names in which every function is a trap, and metadata with which pip considers the packages installed.
+`./kit env xla` runs it in the new environment, after installing PyTorch and before installing everything else.
 """
 import re
 import subprocess
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
 
-# Small, and called on a CPU, too: PyTorch asks the runtime how many GPUs there are
+# Small, and also called on a CPU: PyTorch asks the runtime for the number of GPUs
 REAL = 'nvidia-cuda-runtime', 'nvidia-cuda-cupti', 'nvidia-cufile'
-# Library: what its functions' names begin with
+# Prefix of the functions' names, by library
 FUNCTIONS = {'libcublas': 'cublas(?!Lt)', 'libcublasLt': 'cublasLt', 'libcudnn': 'cudnn', 'libcufft': 'cufft',
              'libcurand': 'curand', 'libcusparse': 'cusparse(?!Lt)', 'libcusparseLt': 'cusparseLt', 'libnccl': 'p?nccl'}
 TRAP = '.globl {0}\n.type {0},@function\n{0}: ud2\n'
 
 
 def output(*command) -> str:
-    "What a program prints."
+    "Output of a program."
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def write_library(path: Path, functions: list[str]):
-    "A shared library with these functions, in the version that bears the library's own name."
+    "Write a shared library with these functions, whose symbol version is the library's name."
     with tempfile.TemporaryDirectory() as folder:
         source, versions = Path(folder)/'traps.s', Path(folder)/'versions'
         no_stack = '.section .note.GNU-stack,"",@progbits\n'
@@ -39,7 +39,7 @@ def write_library(path: Path, functions: list[str]):
 
 
 def write_metadata(site: Path, name: str, version: str):
-    "What pip reads to learn that a package is installed."
+    "Write the metadata by which pip recognises an installed package."
     folder = site/f'{name.replace("-", "_")}-{version}.dist-info'
     folder.mkdir(exist_ok=True)
     summary = 'Stand-in without content, for a machine without an NVIDIA GPU'

@@ -1,22 +1,22 @@
-"""lock.txt: the versions and the SHA-256 of everything that `./kit` installs, direct or not.
+"""lock.txt: versions and SHA-256 of everything that `./kit` installs, directly or as a dependency.
 
-    python tools/lock.py all GROUP    the packages of a group that this Python has not yet, for `pip install
+    python tools/lock.py all GROUP    entries of a group that are not installed here yet, for `pip install
                                       --require-hashes --no-deps -r`
-    python tools/lock.py large GROUP  what of it is large, with PyTorch without CUDA where pip finds it
-    python tools/lock.py rest GROUP   what is not
-    python tools/lock.py cuda GROUP   CUDA's libraries of that group, if the PyTorch beside this Python asks for them
-    python tools/lock.py wanted GROUP its requirements as settings.ini has them, for installing without hashes
-    python tools/lock.py make         resolves anew (`./kit lock`, which brings uv along): what is locked keeps its
-                                      version where settings.ini and constraints.txt admit it; `make --upgrade` forgets
+    python tools/lock.py large GROUP  the large ones among them, with PyTorch without CUDA if pip finds it
+    python tools/lock.py rest GROUP   the others
+    python tools/lock.py cuda GROUP   CUDA's libraries of a group, if the installed PyTorch requires them
+    python tools/lock.py wanted GROUP requirements of a group in settings.ini, for installing without hashes
+    python tools/lock.py make         writes lock.txt (`./kit lock`, which installs uv): locked packages keep their
+                                      versions if settings.ini and constraints.txt allow them, unless with `--upgrade`
 
-Each package stands once for each marker with which one of the groups wants it, with all of its archives: source and
-wheels of every platform, so pip can take whichever fits. `# in` names the groups. PyTorch stands there in two builds
-under one version: PyPI's, and the smaller one without CUDA (`2.13.0+cpu`), which `large` asks for where an index or a
-folder offers it: pip itself would prefer whichever has its hash in an index.
+Each package has an entry for each marker with which a group requires it, with all of its archives: source and wheels
+for every platform, so that pip can choose. `# in` names the groups. PyTorch has two builds in one entry: PyPI's, and
+the smaller one without CUDA (`2.13.0+cpu`), which `large` requires if an index or a folder has it; pip itself would
+prefer a build whose hash is in an index.
 
-uv resolves and finds the hashes (`uv pip compile --generate-hashes`). It has no file of several groups that must agree
-where they share an environment, no second build of a version that PyPI does not have, and leaves out no CUDA where the
-build has none; the rest of this is for that."""
+uv resolves versions and finds hashes (`uv pip compile --generate-hashes`). This module adds what uv lacks: one file for
+several groups that agree if they share an environment, a second build of a version that PyPI does not have, and no
+CUDA libraries for builds without CUDA."""
 import hashlib
 import json
 import os
@@ -32,18 +32,18 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from pip._vendor.packaging.markers import Marker  # An environment that was just made has nothing but pip
+from pip._vendor.packaging.markers import Marker  # A new environment has only pip
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT/'lock.txt'
-# The tests try all of dev's; `run` is the kit without extras
+# The tests use all extras of `dev`; `run` is the kit without extras
 EXTRAS = {'dev': ['dev', 'tf', 'llm', 'serve', 'sweep', 'kaggle'], 'xla': ['xla', 'dev'], 'run': []}
-# What is installed besides: to build kenlm and pronouncing (without wheels); for ./kit lock; by a workflow
+# Other packages to install: to build kenlm and pronouncing (without wheels); for ./kit lock; by a workflow
 TOOLS = {'build': ['pip', 'setuptools', 'wheel', 'cmake'], 'lock': ['uv'], 'audit': ['pip-audit']}
 PYTHONS = '3.11', '3.12', '3.13'
 MACHINES = 'x86_64', 'aarch64'
 CUDA = re.compile(r'(nvidia|cuda)-|triton\b')
-# About half of what is unpacked, in few packages
+# A few packages with about half of the installed size
 LARGE = 'jedi', 'llvmlite', 'matplotlib', 'numpy', 'pandas', 'pyarrow', 'sympy', 'torch'
 
 
@@ -60,7 +60,7 @@ def settings():
 
 
 def groups() -> list[str]:
-    "The largest first: its versions are the others', too."
+    "All groups, the largest first, because the others use its versions."
     own = [k.removesuffix('_requirements') for k in settings() if k.endswith('_requirements')]
     return list(dict.fromkeys(['dev', 'run', *(e for e in own if e != 'xla'), *TOOLS, 'xla']))
 
@@ -69,21 +69,21 @@ def extras(group: str) -> list[str]: return EXTRAS.get(group, [group])
 
 
 def wanted(group: str) -> list[str]:
-    "The requirements of a group, as settings.ini has them."
+    "Requirements of a group in settings.ini."
     if group in TOOLS: return TOOLS[group]
     keys = ['requirements', *(f'{extra}_requirements' for extra in extras(group))]
     return [requirement for key in keys for requirement in settings()[key].split()]
 
 
 def pins(group: str) -> list[str]:
-    "The lines of constraints.txt; PyTorch/XLA's environment has a PyTorch of its own."
+    "The lines of constraints.txt; PyTorch/XLA's environment has another PyTorch."
     def lines(name): return [s for s in (ROOT/name).read_text().splitlines() if s and s[0] != '#']
     if group != 'xla': return lines('constraints.txt')
     return [s for s in lines('constraints.txt') if not s.startswith('torch==')] + lines('constraints-xla.txt')
 
 
 def parse(text: str) -> dict[Locked, tuple[set[str], set[str]]]:
-    "Hashes and groups of each entry."
+    "Hashes and groups of each entry of a lock file."
     found: dict[Locked, tuple[set[str], set[str]]] = {}
     for block in re.split(r'\n(?=\w)', text):
         head = re.match(r'([\w.-]+)==([^\s;]+)(?: ; (.*?))? \\\n', block)
@@ -103,20 +103,20 @@ def entry(locked: Locked, hashes: set[str], where: set[str]) -> str:
 
 def pick(group: str, cuda: bool) -> str:
     "The entries of a group: all but CUDA's libraries, or only these."
-    if group not in groups(): sys.exit(f'lock: no group {group!r}; there are {", ".join(groups())}')
+    if group not in groups(): sys.exit(f'lock: unknown group {group!r}; choose one of {", ".join(groups())}')
     entries = parse(LOCK.read_text(encoding='utf-8'))
     return ''.join(entry(k, hashes, where) for k, (hashes, where) in entries.items()
                    if group in where and bool(CUDA.match(k.name)) == cuda)
 
 
 def asks_for_cuda() -> bool:
-    "Whether the installed PyTorch is a build with CUDA. Builds without name none of its libraries."
+    "Whether the installed PyTorch is a build with CUDA; only these require its libraries."
     try: return any(CUDA.match(r) for r in requires('torch') or [])
     except PackageNotFoundError: return False
 
 
 def missing(text: str) -> str:
-    "The entries that fit this Python and are not installed beside it in their version, whichever the build."
+    "The entries that fit this Python and are not installed in their version, in any build."
     installed = {re.sub('[-_.]+', '-', d.name).lower(): d.version.partition('+')[0] for d in distributions() if d.name}
     return ''.join(entry(k, *v) for k, v in parse(text).items()
                    if installed.get(k.name) != k.version.partition('+')[0]
@@ -124,10 +124,10 @@ def missing(text: str) -> str:
 
 
 def resolve(uv: str, group: str, preferred: dict, folder: Path) -> dict[Locked, tuple[set[str], set[str]]]:
-    "What uv makes of a group's requirements, for all Pythons and systems at once."
+    "Resolve a group's requirements with uv, for all Pythons and systems at once."
     (folder/'wanted.in').write_text('\n'.join(wanted(group)) + '\n')
     (folder/'pins.txt').write_text('\n'.join(pins(group)) + '\n')
-    # uv keeps the versions that it finds in the file that it is going to write
+    # uv keeps the versions in an existing output file
     (folder/'out.txt').write_text(''.join(entry(k, *v) for k, v in preferred.items()))
     certificates = {'SSL_CERT_FILE': os.environ['PIP_CERT']} if 'PIP_CERT' in os.environ else {}
     subprocess.run(
@@ -139,8 +139,8 @@ def resolve(uv: str, group: str, preferred: dict, folder: Path) -> dict[Locked, 
 
 
 def without_cuda(version: str, *options: str) -> dict | None:
-    """What pip's report says of PyTorch's build without CUDA; none where pip finds none. PyPI has no version of that
-    name, so nothing large is downloaded from there."""
+    """pip's report on PyTorch's build without CUDA, or None if pip does not find it. PyPI has no version of that name,
+    so pip downloads no large file from there."""
     command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--dry-run', '--ignore-installed', '--no-deps',
                '--only-binary', ':all:', *options, '--report', '-', f'torch=={version}+cpu']
     done = subprocess.run(command, capture_output=True, text=True)
@@ -148,7 +148,7 @@ def without_cuda(version: str, *options: str) -> dict | None:
 
 
 def hashes_without_cuda(version: str, folder: Path) -> set[str]:
-    "The hashes of PyTorch's wheels without CUDA that pip finds from here, for all Pythons on Linux."
+    "Hashes of PyTorch's wheels without CUDA that pip finds here, for all Pythons on Linux."
     options = [('--target', str(folder/'none'), '--python-version', python, '--platform', f'manylinux_2_28_{machine}')
                for python in PYTHONS for machine in MACHINES]
     found = filter(None, (without_cuda(version, *o) for o in options))
@@ -156,14 +156,14 @@ def hashes_without_cuda(version: str, folder: Path) -> set[str]:
 
 
 def archive_hash(info: dict) -> str:
-    "Its SHA-256 from pip's report, which has none for a wheel that lies in a folder of this machine."
+    "SHA-256 from pip's report, or computed for a wheel in a local folder, for which the report has none."
     url = info['url']
     if not url.startswith('file:'): return info['archive_info']['hashes']['sha256']
     return hashlib.sha256(Path(url2pathname(urlsplit(url).path)).read_bytes()).hexdigest()
 
 
 def part(group: str, large: bool) -> str:
-    "The entries of `pick` that are large, or the rest. PyTorch/XLA's PyTorch is always PyPI's."
+    "The large entries of `pick`, or the others. PyTorch/XLA's PyTorch is always PyPI's build."
     picked = ''.join(entry(k, *v) for k, v in parse(pick(group, cuda=False)).items() if (k.name in LARGE) == large)
     version = next((k.version for k in parse(picked) if k.name == 'torch'), None)
     if group == 'xla' or version is None or not without_cuda(version): return picked
@@ -171,8 +171,8 @@ def part(group: str, large: bool) -> str:
 
 
 def preferences(group: str, old: dict, found: dict) -> dict:
-    """Entries whose versions uv keeps: those that were found for other groups, then those of the lock so far. For
-    PyTorch/XLA, which has some older ones, those of the lock so far come first."""
+    """Entries whose versions uv keeps: first those found for other groups, then those in the present lock file. For
+    PyTorch/XLA, which has some older versions, those in the present lock file come first."""
     old = {k: v for k, v in old.items() if ('xla' in v[1] if group == 'xla' else v[1] != {'xla'})}
     first, then = (old, found) if group == 'xla' else (found, old)
     names = {k.name for k in first}
@@ -182,7 +182,7 @@ def preferences(group: str, old: dict, found: dict) -> dict:
 def make(upgrade: bool):
     "Writes lock.txt."
     uv = shutil.which('uv', path=str(Path(sys.executable).parent)) or shutil.which('uv')
-    if not uv: sys.exit('lock: uv is missing; ./kit lock brings it along')
+    if not uv: sys.exit('lock: uv is missing; ./kit lock installs it')
     old = parse(LOCK.read_text(encoding='utf-8')) if LOCK.exists() else {}
     found: dict[Locked, tuple[set[str], set[str]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -195,7 +195,7 @@ def make(upgrade: bool):
         for locked, (hashes, _) in found.items():
             if locked.name != 'torch': continue
             hashes |= hashes_without_cuda(locked.version, Path(scratch))
-            # What another machine found: not every machine has an index with these builds
+            # Keep hashes that another machine found: not every machine has an index with these builds
             hashes |= old.get(locked, (set(), set()))[0]
     head = '# Written by `./kit lock` from settings.ini and constraints*.txt; tools/lock.py says what is in here\n'
     LOCK.write_text(head + ''.join(entry(k, *v) for k, v in sorted(found.items())), encoding='utf-8')

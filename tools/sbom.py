@@ -1,10 +1,9 @@
 """The packages of this environment as CycloneDX 1.5 (JSON), on standard output: `./kit sbom [EXTRA]`.
 
-Names, versions, licences and needs are those of the installed metadata. The SHA-256 of an archive is from the reports
-that pip wrote when `./kit` installed it (`report-*.json` in the environment's folder); what was installed otherwise has
-none. The property `in lock.txt` says whether that archive is one of those that lock.txt has. cyclonedx-bom, with 30
-packages of its own to install, finds the same packages and licences, but no hash of what pip installed from an
-index."""
+Names, versions, licences and dependencies are read from the installed metadata. The SHA-256 of an archive is read from
+the reports that pip wrote when `./kit` installed it (`report-*.json` in the environment's folder); packages that were
+installed in other ways have none. The property `in lock.txt` says whether lock.txt has that archive. cyclonedx-bom,
+which needs 30 more packages, finds the same packages and licences, but no hashes of archives from an index."""
 import json
 import platform
 import re
@@ -24,7 +23,7 @@ def purl(name: str, version: str) -> str: return f'pkg:pypi/{normalize(name)}@{q
 
 
 def known_hashes(reports: list[Path]) -> dict[str, str]:
-    "The SHA-256 of the archive of each package, by purl; later reports count."
+    "The SHA-256 of the archive of each package, by purl; later reports take precedence."
     known = {}
     for report in reports:
         for item in json.loads(report.read_text(encoding='utf-8'))['install']:
@@ -34,7 +33,7 @@ def known_hashes(reports: list[Path]) -> dict[str, str]:
 
 
 def licences(package: Distribution) -> list[dict]:
-    "As the package says: an SPDX expression, else classifiers, else the first line of its text."
+    "Licences in the package's metadata: an SPDX expression, else classifiers, else the first line of its text."
     metadata = package.metadata
     if expression := metadata.get('License-Expression'): return [dict(expression=expression)]
     names = [c.split(' :: ')[-1] for c in metadata.get_all('Classifier', []) if c.startswith('License :: ')]
@@ -43,19 +42,19 @@ def licences(package: Distribution) -> list[dict]:
 
 
 def needs(requires: list[str], installed: dict[str, str]) -> list[str]:
-    "The installed packages that requirements without extras ask for, as purls."
+    "Purls of the installed packages that these requirements name, without extras."
     requirements = [Requirement(r) for r in requires]
     names = {normalize(r.name) for r in requirements if r.marker is None or r.marker.evaluate({'extra': ''})}
     return sorted(installed[name] for name in names if name in installed)
 
 
 def locked() -> set[str]:
-    "The hashes of all archives that lock.txt has."
+    "Hashes of all archives in lock.txt."
     return set().union(*(hashes for hashes, _ in parse(LOCK.read_text(encoding='utf-8')).values()))
 
 
 def the_kit() -> dict:
-    "The kit itself, which is no package of its environment, by settings.ini."
+    "The kit itself from settings.ini, because it is not installed in its environment."
     name, version = settings()['lib_name'], settings()['version']
     ref = purl(name, version)
     return {'type': 'application', 'bom-ref': ref, 'name': name, 'version': version, 'purl': ref,
@@ -72,8 +71,8 @@ def component(package: Distribution, hashes: dict[str, str], in_lock: set[str]) 
 
 
 def bill_of_materials(reports: list[Path]) -> dict:
-    "What is installed where this runs; equal for equal environments."
-    packages = {normalize(p.name): p for p in reversed(list(distributions()))}  # The first on the path is imported
+    "Bill of materials of this environment; identical for identical environments."
+    packages = {normalize(p.name): p for p in reversed(list(distributions()))}  # Python imports the first on the path
     installed = {name: purl(p.name, p.version) for name, p in sorted(packages.items())}
     hashes = known_hashes(reports)
     in_lock = locked()

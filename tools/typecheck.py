@@ -1,6 +1,6 @@
-"""Run mypy on a copy of the package in which methods added with fastcore's `@patch` stand in their classes.
+"""Run mypy on a copy of the package in which methods added with fastcore's `@patch` are inside their classes.
 
-mypy does not know `@patch`: it would miss such methods, and not check how they are called."""
+mypy does not know `@patch`: it would miss such methods, and not check calls of them."""
 import ast
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ DECORATORS = {'patch': '', 'patch(as_prop=True)': '@property', 'patch(cls_method
 
 
 def with_methods(source):
-    "A module's source with each patched function moved to the end of its class, if that is in the module."
+    "Source of a module with each patched function moved to the end of its class."
     lines, tree = source.splitlines(), ast.parse(source)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     moved = {}
@@ -34,7 +34,7 @@ def with_methods(source):
 
 
 def main():
-    "Check the copy; lines in messages are the copy's, so each is shown with its code."
+    "Check the copy; line numbers in messages are those of the copy, so the code is also shown."
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(ROOT/'b2t_kaggle', copy/'b2t_kaggle', ignore=shutil.ignore_patterns('__pycache__'))

@@ -187,5 +187,5 @@ def main():
     \b
     b2t run                         simulate a participant and do everything
     b2t run --data FOLDER           the same on real sessions
-    b2t run --set n_units=256       with another value (b2t keys lists them all)
+    b2t run --set n_units=256       with another value (b2t keys lists all keys)
     """

@@ -53,7 +53,7 @@ def _config_for(verb: str, readable, config_, preset_: str | None, overrides: di
 @config_option()
 @set_option()
 def simulate(folder, preset_, config_, overrides):
-    "Simulate a participant's sessions into FOLDER, as HDF5 in the official format."
+    "Simulate a participant's sessions into FOLDER, in the official format."
     cfg = _config_for('simulate', STAGES['simulate'].config, config_, preset_, overrides)
     simulate_dataset(folder, **cfg.simulate.model_dump())
     click.echo(f'Wrote {folder}')

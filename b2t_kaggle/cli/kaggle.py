@@ -132,9 +132,9 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
 @_on
 @preset_option(default='transformer', show_default=True, help='Training recipe; see guides/a_week_on_kaggle.')
 @click.option('--seeds', type=click.IntRange(1, 99), default=1, show_default=True,
-              help='Number of trainings, with consecutive seeds; their sentences vote.')
+              help='Number of trainings, with consecutive seeds; a vote combines them.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
-              help='Limit of a training in hours, over all parts. Default: as many as it needs.')
+              help='Maximum hours of a training, over all parts. Default: as many as it needs.')
 @set_option()
 @click.option('--lm', default='imagineville', show_default=True, metavar='NAME|FILE|OWNER/SLUG|none',
               help='N-gram: a public model of `b2t lm get` (imagineville: imagineville-small), which is mixed with the '

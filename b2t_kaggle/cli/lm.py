@@ -102,7 +102,7 @@ def import_model(source, output):
 @_models
 @_output
 @click.option('--dev', type=FILE, help='Sentences of the task, one per line, for tuning the weights.')
-@click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Weights that are not tuned, such as 0.7,0.3.')
+@click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Fixed weights instead, such as 0.7,0.3.')
 def interpolate(models, output, dev, weights):
     "Interpolate several models into one."
     click.echo(interpolate_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
@@ -134,7 +134,7 @@ def report(models, texts):
 @click.command()
 @click.argument('name', required=False)
 @click.option('-o', '--output', type=FOLDER,
-              help="Folder of the model. Default: the user's cache.")
+              help="Folder for the model. Default: the user's cache.")
 def get(name, output):
     """Fetch a public n-gram model, or list all.
 

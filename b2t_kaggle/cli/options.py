@@ -61,7 +61,7 @@ def numbers(kind: Callable, example: str) -> Callable:
 def share(ctx, param, value: float) -> float:
     "A number of at least 0, and not NaN, which `click.FloatRange` accepts."
     if value >= 0: return value
-    raise click.BadParameter(f'{value} is not a number of 0 or more, such as 1e-8')
+    raise click.BadParameter(f'{value} is not a share of 0 or more, such as 1e-8')
 
 def key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
     "`key=value` arguments as a dict with full keys. Raises `click.BadParameter` if a key has two values."

@@ -188,7 +188,7 @@ def run(force, quick, **options):
 def stage_help(name: str) -> str:
     "The help of a stage's verb."
     stage = STAGES[name]
-    keys = f' Its result depends on {", ".join(stage.config)} (`b2t keys` explains them).' if stage.config else ''
+    keys = f' The result depends on {", ".join(stage.config)} (`b2t keys` explains them).' if stage.config else ''
     return f'{stage.does[0].upper()}{stage.does[1:]}.\n\nEarlier unfinished stages run first.{keys}'
 
 def stage_verb(name: str) -> click.Command:
