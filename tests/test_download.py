@@ -3,6 +3,7 @@ passwords. The server is on loopback and records its requests."""
 import gzip
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,18 @@ def test_nothing_is_unpacked_elsewhere(parts):
         except DownloadError: assert not (inner/'out').exists()
         outside = {p for p in Path(d).rglob('*') if not p.is_relative_to(inner/'out')}
         assert outside == {inner.parent, inner, inner/'a.zip'}
+
+
+@pytest.mark.parametrize('method', [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_archive_of_any_compression(method, tmp_path):
+    with zipfile.ZipFile(tmp_path/'a.zip', 'w', method) as archive: archive.writestr('a', CONTENT)
+    good = (tmp_path/'a.zip').read_bytes()
+    for at in range(0, len(good), len(good)//40):
+        (tmp_path/'a.zip').write_bytes(good[:at] + bytes([good[at] ^ 255]) + good[at + 1:])
+        try: unpack_zip(tmp_path/'a.zip', tmp_path/'a')
+        except DownloadError as e: assert str(e).startswith(f'{tmp_path}/a.zip: was not unpacked (')
+        else: shutil.rmtree(tmp_path/'a')
+    assert os.listdir(tmp_path) == ['a.zip']
 
 
 def test_a_disk_that_gets_full_while_unpacking(tmp_path):

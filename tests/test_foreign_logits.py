@@ -1,5 +1,7 @@
 "Log-probabilities of another program become sentences, error rates and a CSV with two commands."
+import os
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -9,9 +11,9 @@ from b2t_kaggle.cli import main
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.lm.ngram import build_ngram
-from b2t_kaggle.logits import LogitStore
+from b2t_kaggle.logits import LogitError, LogitStore
 from b2t_kaggle.phonemes import PHONEMES
-from b2t_kaggle.pipeline.foreign_logits import ORDERS, normalised, read_trials
+from b2t_kaggle.pipeline.foreign_logits import ORDERS, import_logits, normalised, read_trials
 
 
 def frames(ids, order, rng):
@@ -69,3 +71,45 @@ def test_a_run_names_another_order_of_the_classes(data):
         data/'work')
     logs = [p.read_text() for p in (data/'runs/wrong/notebooks').glob('*ensemble*.ipynb')]
     assert 'seem to be in the order blank-last' in logs[0]
+
+
+@pytest.mark.parametrize('method', [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damaged_archives_are_refused_in_one_line(method, tmp_path):
+    "Flipped bits, encrypted members, unknown compression: one line with the file's name, or the arrays as they were."
+    rng = np.random.default_rng(method)
+    arrays = [rng.normal(size=(9, 41)) for _ in range(3)]
+    with zipfile.ZipFile(tmp_path/'good.npz', 'w', method) as archive:
+        for i, x in enumerate(arrays):
+            with archive.open(f't{i}.npy', 'w') as f: np.save(f, x)
+    good = (tmp_path/'good.npz').read_bytes()
+    table = good.index(b'PK\1\2')
+    places = [*((int(i), 255) for i in rng.integers(len(good), size=30)), (table + 8, 1), (table + 10, 99)]
+    for at, flipped in places:
+        content = bytearray(good)
+        content[at] ^= flipped
+        if at > table and flipped != 255: content[at - table - 2] ^= flipped # The header says the same
+        (tmp_path/'x.npz').write_bytes(content)
+        try: trials = read_trials(tmp_path/'x.npz')
+        except LogitError as e: assert str(e).startswith(f'{tmp_path}/x.npz: ') and '\n' not in str(e)
+        else: assert all((t.logits == x).all() for t, x in zip(trials, arrays, strict=True))
+
+
+@pytest.mark.parametrize('name, content', [
+    ('frame.pkl', b'\x80\4\x95' + b'\xff'*8), ('bytes.pkl', b'\x80\4\x8e' + b'\xff'*8), ('persistent.pkl', b'Pa\n.'),
+    ('deep.npy', b'\x93NUMPY\2\0\x10\x27\0\0' + b'('*10_000)])
+def test_other_errors_of_readers_are_one_line(name, content, tmp_path):
+    (tmp_path/name).write_bytes(content)
+    with pytest.raises(LogitError, match=f'^{tmp_path}/{name}: [^\n]*$'): read_trials(tmp_path/name)
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    os.mkfifo(tmp_path/'pipe.npy')
+    for path in tmp_path, tmp_path/'pipe.npy':
+        with pytest.raises(LogitError, match='found a pipe, socket or device'): read_trials(path)
+
+
+def test_another_order_of_the_classes_is_told_without_labels(data):
+    test = TrialStore.open(data/'test.arrow')
+    with pytest.warns(UserWarning, match='in the order blank-last .*--classes changes the order'):
+        import_logits(data/'test.pkl', test.index, data/'given_test.arrow')
+    import_logits(data/'test.pkl', test.index, data/'given_test.arrow', 'blank-last')

@@ -134,6 +134,15 @@ def test_refuses_wheels_that_cannot_be_read(offset, value, message, tmp_path):
     with pytest.raises(SphinxError, match=f'odd.whl: .*{message}'): read_sphinx(wheel)
 
 
+@pytest.mark.parametrize('method', [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_refuses_a_damaged_wheel_of_any_compression(method, tmp_path):
+    wheel = tmp_path/'broken.whl'
+    with zipfile.ZipFile(wheel, 'w', method) as archive: archive.writestr('model/en-us.lm.bin', sphinx_file(GRAMS))
+    data = wheel.read_bytes()
+    wheel.write_bytes(data[:80] + bytes(20) + data[100:])
+    with pytest.raises(SphinxError, match='broken.whl: damaged or unreadable zip archive'): read_sphinx(wheel)
+
+
 def test_refuses_a_model_that_expands_to_too_much(tmp_path):
     wheel = tmp_path/'bomb.whl'
     with zipfile.ZipFile(wheel, 'w', zipfile.ZIP_DEFLATED) as archive, archive.open('model/en-us.lm.bin', 'w') as f:

@@ -1,7 +1,9 @@
 "Terminals that are not UTF-8: what they cannot show is replaced, and no verb ends for want of a character."
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,39 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, tmp_path):
     shown = '─→ dün 日本'.encode(encoding, 'replace')
     assert found.stdout.count(shown) == 2
     assert found.stderr.splitlines()[-1].startswith(b'Error: no ')
+
+
+HOSTILE = '\x1b]0;title\x07\x9b31m\r\x08'
+
+
+def test_nothing_in_a_file_or_a_name_steers_the_terminal(tmp_path):
+    "Names of systems and corpora, sentences, a run's folder, preset, plugin, model and data, and broken keys."
+    from click.testing import CliRunner
+
+    from b2t_kaggle.cli import main
+    from b2t_kaggle.config import preset, save_config
+    rows = [dict(trial=str(i), text=f'how are {HOSTILE} you', reference='how are we', corpus=HOSTILE + 'c')
+            for i in range(12)]
+    for name in 'ab':
+        lines = (json.dumps(row | dict(system=name + HOSTILE, model=HOSTILE)) for row in rows)
+        (tmp_path/f'{name}{HOSTILE}.jsonl').write_text('\n'.join(lines))
+    files = sorted(map(str, tmp_path.glob('*.jsonl')))
+    runs = tmp_path/'runs'
+    cfg = preset('demo')
+    cfg.data.dataset_dir = Path(f'/x{HOSTILE}')
+    save_config(cfg, runs/f'run{HOSTILE}'/'config.yaml')
+    save_config(preset('demo'), runs/'variant'/'config.yaml')
+    for origin in ({'from': HOSTILE}, dict(plugin=f'/p{HOSTILE}.py'), dict(preset=HOSTILE)):
+        (runs/f'{min(origin)}{HOSTILE}').mkdir()
+        save_config(preset('demo'), runs/f'{min(origin)}{HOSTILE}'/'config.yaml')
+        (runs/f'{min(origin)}{HOSTILE}'/'origin.json').write_text(json.dumps(dict(preset='demo') | origin))
+    (runs/'broken').mkdir()
+    (runs/'broken'/'config.yaml').write_text('"\\e]0;title\\a": 1\n')
+    lines = [['compare', *files], ['combine-files', *files, '-o', tmp_path/f'o{HOSTILE}.jsonl'],
+             ['combine-files', *files, '-o', tmp_path/'o.jsonl', '--tune', files[0], '--tune', files[1]],
+             ['runs', '--out', runs]]
+    for line in lines:
+        done = CliRunner().invoke(main, list(map(str, line)), catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert all(c.isprintable() or c == '\n' for c in done.output), repr(done.output)
+    assert done.output.count('\n') == 7, done.output

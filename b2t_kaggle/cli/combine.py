@@ -17,6 +17,7 @@ import click
 from b2t_kaggle.cli.options import (
     FILE,
     Choice,
+    echo,
     out_option,
     output_option,
     refuse_options,
@@ -26,7 +27,7 @@ from b2t_kaggle.cli.options import (
 )
 from b2t_kaggle.cli.run import run_folder, run_from_options, run_until
 from b2t_kaggle.config import load_config
-from b2t_kaggle.core.messages import counted, with_command_name
+from b2t_kaggle.core.messages import counted
 from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.lm.corpus import read_sentences
@@ -98,11 +99,11 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
     else: refuse_options({'lm', 'llm'}, 'its weight needs --tune')
     def described(lists): return with_corpora(lists, read_blocks(blocks)) if blocks else lists
     hypotheses = described(_read_sources(sources, 'test', out))
-    click.echo(f'{counted(len(hypotheses), "trial")}, {counted(len(hypotheses.voters), "voter")}')
+    echo(f'{counted(len(hypotheses), "trial")}, {counted(len(hypotheses.voters), "voter")}')
     voters = Counter(len({e.voter for e in entries}) for entries in hypotheses.entries.values())
     if len(voters) > 1:
         parts = (f'{counted(trials, "trial")} with {counted(n, "voter")}' for n, trials in sorted(voters.items()))
-        click.echo(f'The sources have different trials: {", ".join(parts)}')
+        echo(f'The sources have different trials: {", ".join(parts)}')
     mark = ''
     heard = {}
     if not tune:
@@ -113,12 +114,12 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
         is_crossed = set(tune) == set(sources) and all(source_path(s, out).is_file() for s in sources)
         teachers = hypotheses if is_crossed else described(_read_tuning_data(sources, tune, out))
         kinds = [f'{voter_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
-        click.echo(f'{counted(len(kinds), "kind")} of systems, each with one weight: {", ".join(kinds)}')
+        echo(f'{counted(len(kinds), "kind")} of systems, each with one weight: {", ".join(kinds)}')
         scores = None
         if llm:
             from b2t_kaggle.lm.causal import choose_start, load_lm  # Needs torch
             model = load_lm(llm)
-            if texts: click.echo(choose_start(*model, list(read_sentences(texts))))
+            if texts: echo(choose_start(*model, list(read_sentences(texts))))
             scores = llm_scores(teachers, *model) | ({} if is_crossed else llm_scores(hypotheses, *model))
         models = load_ngram(lm) if lm else None, scores
         combined = cross_validate_pool(teachers, *models)
@@ -180,14 +181,14 @@ def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], m
         if missing:
             raise click.ClickException(f'trial {missing[0]} is missing, but a submission needs the trials 0 to '
                                        f'{len(texts) - 1}; write to a .jsonl file, or give sources with all trials')
-        for warning in write_submission(output, [texts[str(i)].text for i in range(len(texts))]): click.echo(warning)
+        for warning in write_submission(output, [texts[str(i)].text for i in range(len(texts))]): echo(warning)
     else:
         written = Hypotheses()
         for name, c in texts.items():
             total = math.log(max(c.confidence, 1e-9))
             written.add(hypotheses.trials[name], [Entry(name, c.text, f'combined{mark}', total=total)])
         write_hypotheses(output, written)
-    click.echo(f'Wrote {output}')
+    echo(f'Wrote {output}')
 
 def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined],
                 lm_texts: Sequence[Path] = ()) -> None:
@@ -198,15 +199,15 @@ def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined]
     texts = [c.text for name, c in zip(hypotheses.trials, combined) if name in labelled.trials]
     corpora = [t.corpus or 'not known' for t in labelled.trials.values()]
     table = error_table(word_errors(labelled.references(), texts), corpora, 'corpus')
-    click.echo(f'\n{title}\n{table.to_string(formatters=dict(rate=percent))}')
-    if lm_texts: click.echo(f'\n{seen_rates(labelled.references(), texts, read_sentences(lm_texts))}\n')
+    echo(f'\n{title}\n{table.to_string(formatters=dict(rate=percent))}')
+    if lm_texts: echo(f'\n{seen_rates(labelled.references(), texts, read_sentences(lm_texts))}\n')
     rows = list(zip(labelled.references(), vote(labelled), texts, corpora))
     for where, group in ('', rows), (' in blocks of random words', [row for row in rows if row[3] == RANDOM]):
-        if group: click.echo(f'against the plain vote{where}: {bootstrap_difference(*[*zip(*group)][:3])}')
+        if group: echo(f'against the plain vote{where}: {bootstrap_difference(*[*zip(*group)][:3])}')
     name, alone = best_system(labelled)
     gain = measure_gain(labelled.references(), alone, texts)
-    click.echo(f'against {name} alone, the best system ({percent(gain.before)}): {gain.difference}')
-    if gain.after > gain.before: click.echo(f'{name} alone has fewer word errors: use it, or fewer systems')
+    echo(f'against {name} alone, the best system ({percent(gain.before)}): {gain.difference}')
+    if gain.after > gain.before: echo(f'{name} alone has fewer word errors: use it, or fewer systems')
 
 # %% ../../nbs/cli/04_combine.ipynb #c018
 def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
@@ -225,15 +226,15 @@ def _show_heard(hypotheses: Hypotheses, combined: Sequence[Combined], weights: d
     whole = sum(abs(weights[v]) for v in hypotheses.voters) or 1.
     shares = {voter_name(v): percent(weights[v]/whole) for v in hypotheses.voters}
     table.insert(0, 'weight', [shares.get(name, '') for name in table.index])
-    click.echo(f'\nShare of the weight; words that differ between any two:\n{table.to_string()}')
+    echo(f'\nShare of the weight; words that differ between any two:\n{table.to_string()}')
 
 def _show_pool(pool, voters: Collection) -> None:
     weights = {voter_name(kind): weight for kind, weight in pool.weights.items()}
     models = {name: c for name, c in pool.coefficients.items() if name != 'votes'}
     for title, values in ('weights of systems', weights), ('of language models and other features', models):
-        click.echo(f'{title}: {", ".join(f"{name} {weight:+.2f}" for name, weight in values.items())}')
+        echo(f'{title}: {", ".join(f"{name} {weight:+.2f}" for name, weight in values.items())}')
     for v in voters:
-        if v not in pool.voters: click.echo(f'{voter_name(v)} is left out: --tune has no sentences of it')
+        if v not in pool.voters: echo(f'{voter_name(v)} is left out: --tune has no sentences of it')
 
 # %% ../../nbs/cli/04_combine.ipynb #c021
 def _ensemble_options(members: tuple[str, ...], method: str, weights: str, options: dict) -> dict:
@@ -299,6 +300,6 @@ def import_logits(files, classes, force, overrides, **options):
         trials = run.trials(split)
         labels = None if split == 'test' else [trials.class_ids(i) for i in range(len(trials))]
         store = import_file(path, trials.index, run.dir/'given'/f'{split}.arrow', classes, labels)
-        click.echo(f'{path}: {len(store):,} trials of {split}, {int(store.n_frames.sum()):,} frames')
+        echo(f'{path}: {len(store):,} trials of {split}, {int(store.n_frames.sum()):,} frames')
     Run(run.dir, run.work, {'infer.logits': [str(run.dir/'given'/f'{split}.arrow') for split in splits]})
-    click.echo(with_command_name(f'`b2t run --name {run.dir.name}` decodes them.'))
+    echo(f'`b2t run --name {run.dir.name}` decodes them.')

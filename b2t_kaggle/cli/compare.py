@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width, text_option
+from b2t_kaggle.cli.options import FILE, echo, out_option, source_path, terminal_width, text_option
 from b2t_kaggle.core.messages import counted, printable
 from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.lm.corpus import read_sentences
@@ -35,8 +35,7 @@ def _run_results(folder: Path) -> dict[str, list[dict]]:
     if {t: entries[0].text for t, entries in best.items() if entries} != results.text.to_dict():
         raise click.ClickException(f'{path} does not match the hypotheses of this run, in {folder/"hypotheses"}; `b2t '
                                    'report` on this run updates it')
-    name = f'{folder.name}{Run(folder, save=False).wer_mark}'
-    return {name: results.reset_index().to_dict('records')}
+    return {f'{folder.name}{Run(folder, save=False).wer_mark}': results.reset_index().to_dict('records')}
 
 def _file_results(path: Path) -> dict[str, list[dict]]:
     hypotheses = best_entries(read_hypotheses(path))
@@ -139,18 +138,17 @@ def compare(sources, truth, blocks, texts, out):
         best = {name: {row['trial']: normalize_sentence(row['text']) for row in rows}
                 for name, rows in systems.items()}
         table = comparison.disagreement(best).map(percent).to_string(line_width=terminal_width())
-        return click.echo(f'References are unknown. Words that differ between any two:\n{table}')
+        return echo(f'References are unknown. Words that differ between any two:\n{table}')
     tables = _tables(systems, references, blocks, texts)
     first, *later = tables
-    click.echo(f'{comparison.verdict(tables)}\n\n{counted(len(tables[first]), "trial")}')
+    echo(f'{comparison.verdict(tables)}\n\n{counted(len(tables[first]), "trial")}')
     sections = {'All systems': comparison.summary_tables(tables)} | {
         f'{name} − {first}': comparison.comparison_tables({first: tables[first], name: tables[name]})
         for name in later[:_MOST]}
     for heading, parts in sections.items():
         for name, table in parts.items():
-            text = comparison.as_text(table).to_string(line_width=terminal_width())
-            click.echo(f'\n{heading}: {name}\n{text}')
+            echo(f'\n{heading}: {name}\n{comparison.as_text(table).to_string(line_width=terminal_width())}')
     for name in later[:_MOST]:
-        click.echo('\n' + _examples(first, name, comparison.changed_trials({n: tables[n] for n in (first, name)})))
-    click.echo(f'\n{_NOTES}')
-    if len(later) > _MOST: click.echo(f'By group: only the first {_MOST} of {len(later)} systems.')
+        echo('\n' + _examples(first, name, comparison.changed_trials({n: tables[n] for n in (first, name)})))
+    echo(f'\n{_NOTES}')
+    if len(later) > _MOST: echo(f'By group: only the first {_MOST} of {len(later)} systems.')

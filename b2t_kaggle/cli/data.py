@@ -12,7 +12,16 @@ from pathlib import Path
 import click
 
 from .command import Group
-from .options import EXISTING_FOLDER, FOLDER, OUTPUT, Choice, config_option, preset_option, set_option
+from b2t_kaggle.cli.options import (
+    EXISTING_FOLDER,
+    FOLDER,
+    OUTPUT,
+    Choice,
+    config_option,
+    echo,
+    preset_option,
+    set_option,
+)
 from ..config import Config, load_config
 from ..config.keys import covers
 from ..core.messages import counted
@@ -37,7 +46,7 @@ def get(source, output):
 
     The archives, 11 GB and 0.5 GB, are checked and unpacked."""
     sessions = (get_from_kaggle if source == 'kaggle' else get_from_dryad)(output, progress=True)
-    click.echo(f'The recordings are in {sessions}\nNext: b2t run --data {sessions}')
+    echo(f'The recordings are in {sessions}\nNext: b2t run --data {sessions}')
 
 # %% ../../nbs/cli/10_data.ipynb #c008
 def _config_for(verb: str, readable, config_, preset_: str | None, overrides: dict) -> Config:
@@ -56,7 +65,7 @@ def simulate(folder, preset_, config_, overrides):
     "Simulate a participant's sessions into FOLDER, in the official format."
     cfg = _config_for('simulate', STAGES['simulate'].config, config_, preset_, overrides)
     simulate_dataset(folder, **cfg.simulate.model_dump())
-    click.echo(f'Wrote {folder}')
+    echo(f'Wrote {folder}')
 
 @data.command()
 @click.argument('folder', type=EXISTING_FOLDER)
@@ -71,8 +80,8 @@ def check(folder, config_, overrides):
     problems = validate(folder, sessions=cfg.sessions, bad_trials=cfg.bad_trials_dict, dtype=cfg.dtype,
                         feature_subset=cfg.feature_subset)
     n = len(cfg.sessions or list_sessions(folder))
-    if len(problems) == 0: return click.echo(f'{counted(n, "session")}, no problems')
-    click.echo(problems.to_string(index=False))
+    if len(problems) == 0: return echo(f'{counted(n, "session")}, no problems')
+    echo(problems.to_string(index=False))
     sys.exit(1)
 
 # %% ../../nbs/cli/10_data.ipynb #c011
@@ -99,7 +108,7 @@ def show(session, trial, split, output):
     else: fig = plot_features(t.features, f'{session.name}, {key}: {t.sentence or "test trial"}', 'seconds', 0.02)
     output = output or Path('-'.join(filter(None, [session.name, key])) + '.png')
     fig.savefig(output)
-    click.echo(f'Wrote {output}')
+    echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/10_data.ipynb #c014
 @data.command('import')
@@ -110,5 +119,5 @@ def import_(folder, output):
 
     FOLDER is competitionData of doi:10.5061/dryad.x69p8czpq, unpacked. Imported sessions are kept: after an
     interruption the same command continues."""
-    for warning in import_t12(folder, output, progress=True): click.echo(f'warning: {warning}')
-    click.echo(f'The sessions are in {output}\nNext: b2t run --data {output} --set model.neural_dim=256')
+    for warning in import_t12(folder, output, progress=True): echo(f'warning: {warning}')
+    echo(f'The sessions are in {output}\nNext: b2t run --data {output} --set model.neural_dim=256')

@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 
 from .command import Group
-from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, preset_option, set_option
+from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, echo, preset_option, set_option
 from ..config import Config, preset, with_overrides
 from ..core.files import format_size, sha256
-from ..core.messages import counted, with_command_name
+from ..core.messages import counted
 from ..devices.kaggle_machines import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import Client, check_id, connect, write_kernel
 from ..kaggle.cycle import Cycle, Plan, list_recipes, read_plan, save_plan, wheels_slug
@@ -53,10 +53,10 @@ def wheels(image, python, output, packages):
     output = output or Path(f'b2t-wheels-{image}{suffix}')
     manifest = build_wheels(wanted, output, packages)
     for wheel in manifest['wheels']:
-        click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}')
+        echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}')
     total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
-    click.echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. Make it a dataset of OWNER, '
-               f'and install it on Kaggle with\n\n    !{manifest["install"]}\n')
+    echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. Make it a dataset of OWNER, '
+         f'and install it on Kaggle with\n\n    !{manifest["install"]}\n')
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c008
 _id = click.option('--id', 'name', metavar='OWNER/SLUG',
@@ -94,7 +94,7 @@ def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, inte
     name = _full_id(name, notebook.stem, client)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
     write_kernel(notebook, output, name, accelerator, competitions, datasets, kernels, internet=internet)
-    click.echo(f'Pushed: {client.push_kernel(output)}')
+    echo(f'Pushed: {client.push_kernel(output)}')
 
 @kaggle.command()
 @click.argument('folder', type=EXISTING_FOLDER)
@@ -104,7 +104,7 @@ def dataset(folder, name, message):
     "Push FOLDER and its subfolders as a private dataset."
     client = connect()
     name = _full_id(name, folder.resolve().name, client)
-    click.echo(f'Pushed: {client.push_dataset(folder, name, message)}')
+    echo(f'Pushed: {client.push_dataset(folder, name, message)}')
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c011
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
@@ -170,18 +170,18 @@ def go(accelerator, preset_, *, seeds, hours, overrides, lm, llms, name, python,
     wheels = before.wheels if is_kept else f'{owner}/{wheels_slug(image.name, python)}'
     has_lm = lm == 'imagineville' and (cfg.lm.path or cfg.lm.general) # --set replaces only the default
     dataset, source = (None, None) if has_lm else _ngram(lm, owner)
-    if lm == 'none': click.echo(_NO_LM, err=True)
+    if lm == 'none': echo(_NO_LM, err=True)
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, seeds, dataset, source, list(llms), python)
     if owner != 'OWNER': save_plan(plan, folder, retry)
     cycle = Cycle(plan, folder, client, retry, unfinished)
-    click.echo(list_recipes(preset_))
+    echo(list_recipes(preset_))
     if is_printed:
-        if owner == 'OWNER': click.echo('OWNER is your name on Kaggle: give --id NAME/… before you push anything')
-        for line in cycle.by_hand(): click.echo(with_command_name(line))
+        if owner == 'OWNER': echo('OWNER is your name on Kaggle: give --id NAME/… before you push anything')
+        for line in cycle.by_hand(): echo(line)
         return
     csv = cycle.go(submit)
-    click.echo(f'{csv} is valid' + ('; `b2t kaggle status` shows its score' if submit else
-                                    '; the same command with --submit sends it'))
+    echo(f'{csv} is valid' + ('; `b2t kaggle status` shows its score' if submit else
+                              '; the same command with --submit sends it'))
 
 @kaggle.command()
 @click.argument('folders', nargs=-1, type=EXISTING_FOLDER, metavar='[FOLDER]…')
@@ -196,5 +196,5 @@ def status(folders):
     if not plans: raise click.UsageError('found no folder kaggle-… here; name one, or begin with `b2t kaggle go`')
     client = connect()
     for folder, plan in plans.items():
-        click.echo(f'{plan.name}, {plan.preset} on {plan.accelerator}')
-        for line in Cycle(plan, folder, client).report(): click.echo(f'  {line}')
+        echo(f'{plan.name}, {plan.preset} on {plan.accelerator}')
+        for line in Cycle(plan, folder, client).report(): echo(f'  {line}')

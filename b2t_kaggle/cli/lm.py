@@ -17,6 +17,7 @@ from b2t_kaggle.cli.options import (
     TEXT,
     StageGroup,
     dtype_option,
+    echo,
     numbers,
     output_option,
     refuse_options,
@@ -67,7 +68,7 @@ def build(texts, *, output, order, prune, threshold, vocab, clean, numbers):
         build_ngram(texts, scratch, order=order, vocab=vocab and read_vocabulary(vocab), prune=prune,
                     clean=clean, numbers=numbers, left_out=left_out)
         if threshold: prune_ngram(scratch, scratch, threshold)
-    click.echo(f'{_sentences_left_out(left_out)}{model_report([output]).to_string()}\nWrote {output}')
+    echo(f'{_sentences_left_out(left_out)}{model_report([output]).to_string()}\nWrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c010
 @click.command()
@@ -82,7 +83,7 @@ def clean(texts, output, numbers, vocab):
     left_out = Counter()
     with atomic_path(output) as scratch, open_text(scratch, 'wt') as f:
         f.writelines(f'{s}\n' for s in clean_text(texts, numbers, vocab and read_vocabulary(vocab), left_out))
-    click.echo(f'{_sentences_left_out(left_out)}Wrote {output}')
+    echo(f'{_sentences_left_out(left_out)}Wrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c012
 @click.command('import')
@@ -95,7 +96,7 @@ def import_model(source, output):
     wheel of pocketsphinx that has it (29 MB, `pip download pocketsphinx --no-deps`). A run needs no conversion:
     lm.general accepts SOURCE."""
     import_sphinx(source, output)
-    click.echo(f'{model_report([output]).to_string()}\nWrote {output}')
+    echo(f'{model_report([output]).to_string()}\nWrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c015
 @click.command('mix')
@@ -105,7 +106,7 @@ def import_model(source, output):
 @click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Fixed weights instead, such as 0.7,0.3.')
 def interpolate(models, output, dev, weights):
     "Interpolate several models into one."
-    click.echo(interpolate_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
+    echo(interpolate_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c017
 @click.command()
@@ -117,7 +118,7 @@ def interpolate(models, output, dev, weights):
 def prune(model, output, threshold):
     "Prune an ARPA file by relative entropy."
     prune_ngram(model, output, threshold)
-    click.echo(model_report([model, output]).to_string() + f'\nWrote {output}')
+    echo(model_report([model, output]).to_string() + f'\nWrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c020
 @click.command()
@@ -128,7 +129,7 @@ def report(models, texts):
     "Perplexity, unknown words and size of models."
     reports = {str(m): perplexity_report(load_ngram(m), {str(t): t for t in texts}) for m in models}
     rates = pd.concat(reports, names=['model']).to_string(formatters=dict(oov_rate=percent))
-    click.echo(f'{rates}\n\n{model_report(models).to_string()}')
+    echo(f'{rates}\n\n{model_report(models).to_string()}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c023
 @click.command()
@@ -142,11 +143,11 @@ def get(name, output):
     size and licence."""
     if name is None:
         refuse_options({'output'}, 'without NAME no model is fetched')
-        return click.echo(list_models())
+        return echo(list_models())
     model = find_model(name)
-    click.echo(f'{name} by {model.authors}\nLicence: {model.licence}')
+    echo(f'{name} by {model.authors}\nLicence: {model.licence}')
     path = get_model(name, output, progress=True)
-    click.echo(f'Wrote {path}\nNext: b2t run --set lm.path={path}')
+    echo(f'Wrote {path}\nNext: b2t run --set lm.path={path}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c026
 @click.command()
@@ -170,7 +171,7 @@ def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
                 lr=lr)
-    click.echo(f'Wrote {output}')
+    echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c029
 _TOOLS = {c.name: ('lm', c.get_short_help_str(99).rstrip('.'))

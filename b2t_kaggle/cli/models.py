@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from b2t_kaggle.cli.command import Group
-from b2t_kaggle.cli.options import Choice, output_option, preset_option, set_option
+from b2t_kaggle.cli.options import Choice, echo, output_option, preset_option, set_option
 from b2t_kaggle.config import load_config
 from b2t_kaggle.core.reading import read_text, split_lines
 from b2t_kaggle.pipeline.frameworks import convert as convert_model
@@ -33,8 +33,8 @@ def convert(source, target, preset_, overrides, yes):
     cfg = load_config(base=preset_, overrides=overrides) if preset_ else None
     if Path(target).exists() and not yes: click.confirm(f'{target} exists; replace it?', abort=True)
     path = convert_model(source, target, cfg)
-    if cfg and cfg.model.name == 'zipformer': click.echo(f'{source} has weights of Zipformer 2')
-    click.echo(f'Wrote {path}')
+    if cfg and cfg.model.name == 'zipformer': echo(f'{source} has weights of Zipformer 2')
+    echo(f'Wrote {path}')
 
 # %% ../../nbs/cli/13_models.ipynb #c008
 @click.group(cls=Group)
@@ -75,5 +75,5 @@ def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     speaker, encoder = load_voice(voice, pace, device), AudioTower(tower, device, dtype)
     store = build_targets(sentences, speaker, encoder, output, batch_size)
-    click.echo(f'{len(store)} sentences, {sum(store.seconds)/3600:.2f} hours of speech, [S, {store.dimension}] every '
-               f'{1000*store.frame_seconds:g} ms\nWrote {output}')
+    echo(f'{len(store)} sentences, {sum(store.seconds)/3600:.2f} hours of speech, [S, {store.dimension}] every '
+         f'{1000*store.frame_seconds:g} ms\nWrote {output}')

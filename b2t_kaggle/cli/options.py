@@ -6,7 +6,7 @@
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'TEXT', 'out_option', 'preset_option', 'config_option', 'set_option',
            'text_option', 'output_option', 'dtype_option', 'Choice', 'numbers', 'share', 'key_values', 'with_options',
            'KeyOption', 'StageOption', 'StageCommand', 'StageGroup', 'stage_command', 'refuse_options', 'source_path',
-           'terminal_width', 'folded']
+           'echo', 'terminal_width', 'folded']
 
 # %% ../../nbs/cli/01_options.ipynb #c003
 import math
@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from .command import UNDERSCORES, LazyGroup
+from .command import UNDERSCORES, LazyGroup, shown
 from ..config import PRESETS, config_fields, full_key
 from ..core.files import WriteError, check_output
 from ..core.messages import did_you_mean, near_names
@@ -234,6 +234,10 @@ def source_path(
     except PipelineError as e: raise click.UsageError(str(e)) from None
 
 # %% ../../nbs/cli/01_options.ipynb #c026
+def echo(text: object, err: bool = False) -> None:
+    "Print text with the command as a user types it, without control characters of files and servers."
+    click.echo(shown(str(text)), err=err)
+
 def terminal_width() -> int | None:
     "Number of columns of the terminal; `None` for a file or a pipe."
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -19,6 +19,7 @@ from b2t_kaggle.cli.options import (
     OUTPUT,
     Choice,
     dtype_option,
+    echo,
     output_option,
     refuse_options,
     stage_command,
@@ -58,7 +59,7 @@ def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, 
     if llm_prompt and not texts: raise click.UsageError('--llm-prompt needs sentences; give them with --text')
     from b2t_kaggle.lm.causal import CachedScores, choose_start, open_lm  # They need torch
     model, tokenizer = open_lm(LLMConfig(llm=llm, llm_adapter=llm_adapter, llm_dtype=dtype))
-    if texts: click.echo(choose_start(model, tokenizer, list(read_sentences(texts)), llm_prompt or 0))
+    if texts: echo(choose_start(model, tokenizer, list(read_sentences(texts)), llm_prompt or 0))
     return CachedScores(model, tokenizer)
 
 @click.command()
@@ -75,12 +76,12 @@ def confusions(lists, lm_path, words, output, texts, **llm):
     trials = read_phoneme_lists(lists, labelled=True)
     model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(texts, **llm))
     decoder.save_confusions(output, model)
-    click.echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
-               f'{model.word_score:.2f}')
+    echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
+         f'{model.word_score:.2f}')
     if r := model.ranking:
-        click.echo(f'With the LLM: LLM weight {r.llm:.2f}, n-gram weight {r.ngram:.2f}, acoustic weight '
-                   f'{r.acoustic:.2f}, word score {r.word_score:.2f}')
-    click.echo(f'Wrote {output}')
+        echo(f'With the LLM: LLM weight {r.llm:.2f}, n-gram weight {r.ngram:.2f}, acoustic weight '
+             f'{r.acoustic:.2f}, word score {r.word_score:.2f}')
+    echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c006
 @click.command('decode-phonemes')
@@ -102,7 +103,7 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, te
     if llm['llm'] and not model.ranking:
         raise click.UsageError(f'{confusions_path} has no weight for an LLM; make it with b2t confusions --llm')
     if model.ranking and not llm['llm']:
-        click.echo(f'{confusions_path} has a weight for an LLM; use it with --llm.')
+        echo(f'{confusions_path} has a weight for an LLM; use it with --llm.')
     lexicon, lm = _open_model(lm_path, words)
     scores = _open_llm(texts, **llm)
     sentences = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
@@ -111,9 +112,9 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, te
         references, best = [t.sentence for t in trials], [h[0].text for h in sentences]
         rate = word_error_rate(references, best)
         mark = f' {IN_SAMPLE}' if model.knows(trials) else ''
-        click.echo(f'Word error rate: {percent(rate)} of {len(trials)} trials{mark}')
-        if texts: click.echo(seen_rates(references, best, read_sentences(texts)))
-    click.echo(f'Wrote {output}')
+        echo(f'Word error rate: {percent(rate)} of {len(trials)} trials{mark}')
+        if texts: echo(seen_rates(references, best, read_sentences(texts)))
+    echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c008
 @stage_command('decode', help=stage_help('decode') + """
@@ -148,5 +149,5 @@ def decode(force, logits, folder, classes, llm, output, overrides, **options):
     facts = [dict(trial=i) | (dict(reference=t.sentence) if t.sentence else {}) for i, t in enumerate(trials)]
     decoder.write_sentences(output, facts, lists)
     spoken = [(t.sentence, hyps[0].text) for t, hyps in zip(trials, lists) if t.sentence]
-    if spoken: click.echo(f'Word error rate: {percent(word_error_rate(*zip(*spoken)))} of {len(spoken)} trials')
-    click.echo(f'Wrote {output}')
+    if spoken: echo(f'Word error rate: {percent(word_error_rate(*zip(*spoken)))} of {len(spoken)} trials')
+    echo(f'Wrote {output}')

@@ -15,10 +15,9 @@ from typing import Any
 import click
 import pandas as pd
 
-from .options import folded, refuse_options, source_path, stage_command
+from .options import echo, folded, refuse_options, source_path, stage_command
 from ..config import describe_run, differing_values, flat_values, load_config, unused_keys
 from ..config.keys import as_set
-from ..core.messages import with_command_name
 from ..core.reading import read_yaml_file
 from ..decoding.compilation import compiled_ahead
 from ..metrics import IN_SAMPLE, percent
@@ -64,7 +63,7 @@ def run_from_options(
                     files=False) # Raises an error with similar names
     cfg = load_config(config_, base=base, overrides=overrides)
     if config_ and (unused := unused_keys(read_yaml_file(config_))):
-        click.echo(f'{config_}: keys without effect here: {", ".join(unused)}', err=True)
+        echo(f'{config_}: keys without effect here: {", ".join(unused)}', err=True)
     run = Run(folder, work, overrides, cfg, dict(preset=base), save=False, plugin=plugin)
     if not exists or reset: return run
     values = flat_values(run.cfg) | dict(plugin=plugin and plugin.name)
@@ -97,7 +96,7 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, u
     branch(run, model, done)
     run.save() # Last: a folder with a configuration counts as complete
     rest = f'{", ".join(done)} need not be rerun' if done else 'its results cannot be reused'
-    click.echo(f'{folder.name} is a variant of {source.name}; {rest}.', err=True)
+    echo(f'{folder.name} is a variant of {source.name}; {rest}.', err=True)
     return run
 
 # %% ../../nbs/cli/03_run.ipynb #c013
@@ -105,20 +104,20 @@ def _tell_settings(run: Run) -> None:
     given = differing_values(run.cfg, run.saved) if run.saved else {}
     saved = {k: v for k, v in run.settings().items() if k not in given}
     if saved and run.saved:
-        click.echo(f'Settings of {run.dir.name} that differ from the preset {run.base_preset}: {_short(saved)}. '
-                   f'--preset {run.base_preset} --reset drops them.', err=True)
+        echo(f'Settings of {run.dir.name} that differ from the preset {run.base_preset}: {_short(saved)}. '
+             f'--preset {run.base_preset} --reset drops them.', err=True)
     train = run.cfg.train
     n = train.num_training_batches
     if max(train.lr_decay_steps or 0, train.lr_decay_steps_day or 0) > n:
-        click.echo(f'The learning rate decays over more batches than the {n} of the run; --set '
-                   'lr_decay_steps=null --set lr_decay_steps_day=null ends the decay with the run.', err=True)
+        echo(f'The learning rate decays over more batches than the {n} of the run; --set '
+             'lr_decay_steps=null --set lr_decay_steps_day=null ends the decay with the run.', err=True)
 
 # %% ../../nbs/cli/03_run.ipynb #c015
 def _tell_stopped(rows: list[dict], options: dict) -> None:
     if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:
         without = ' and '.join(name for name, value in options.items() if value)
-        click.echo(f'\nStopped early: {", ".join(stopped)}. The same command{without and f" without {without}"} '
-                   'continues there.')
+        echo(f'\nStopped early: {", ".join(stopped)}. The same command{without and f" without {without}"} '
+             'continues there.')
 
 def _table(rows: list[dict]) -> str:
     table = pd.DataFrame(rows)
@@ -132,7 +131,7 @@ def _tell_gains(run: Run, names: list[str]) -> None:
             key = STAGES[name].keep
             if not figures['kept']: end = f'no gain, so the sentences are unchanged; {key}=always keeps the new ones'
             else: end = 'kept' if gain.is_gain else f'no gain, but kept ({key}=always)'
-            click.echo(f'{name}: word error rate on val{run.wer_mark} {gain}: {end}.')
+            echo(f'{name}: word error rate on val{run.wer_mark} {gain}: {end}.')
 
 # %% ../../nbs/cli/03_run.ipynb #c017
 def run_until(
@@ -145,24 +144,24 @@ def run_until(
     must_exist = stage is not None and STAGES[stage].writes.kind == PAGE
     run = run_from_options(until=stage, force=force, must_exist=must_exist, **options)
     about = (text := describe_run(run.cfg, run.base_preset)) and f'{text[0].upper()}{text[1:]}.'
-    if about: click.echo(about, err=True)
+    if about: echo(about, err=True)
     _tell_settings(run)
     if split and stage in plan(run.cfg, 'infer'): stage = 'infer' # Raises if there is nothing to infer
     if split == 'val': stage = stage or list_stage(run.cfg)
     stages = plan(run.cfg, stage)
     for name in stages:
-        for line in STAGES[name].advice(run.cfg): click.echo(line, err=True)
+        for line in STAGES[name].advice(run.cfg): echo(line, err=True)
     compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
     os.environ[SPLIT_VARIABLE] = split or '' # For the stage's kernel
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
-    if rows: click.echo(_table(rows))
+    if rows: echo(_table(rows))
     _tell_gains(run, stages)
     _tell_stopped(rows, {'--force': force, '--split': split})
     if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # The last stage did not finish
-    if about: click.echo(f'\n{about}')
-    click.echo(f'\nEverything is in {run.dir}')
+    if about: echo(f'\n{about}')
+    echo(f'\nEverything is in {run.dir}')
     if stage is None or STAGES[stage].writes.kind == PAGE:
-        click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
+        echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
 
 # %% ../../nbs/cli/03_run.ipynb #c019
 @stage_command('run')
@@ -174,8 +173,8 @@ def run(force, quick, **options):
     if quick:
         if given := [k for k in ('preset_', 'config_', 'data', 'from_') if options[k]]:
             raise click.UsageError(f'--quick simulates its own sessions; leave out --{given[0].strip("_")}')
-        click.echo('Quick: a small simulation with twice the signal, 120 batches, a smaller model, an untuned search. '
-                   'It checks that everything works; its error rates say nothing about other data.', err=True)
+        echo('Quick: a small simulation with twice the signal, 120 batches, a smaller model, an untuned search. '
+             'It checks that everything works; its error rates say nothing about other data.', err=True)
         folder = run_folder(**options, default='quick')
         exists = (folder/'config.yaml').exists()
         if exists and Run(folder, save=False).base_preset != 'quick':
@@ -204,15 +203,15 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
     is_over = not sweep.run_trials(trials)
     table = sweep.write()
     shown = dict(PER=percent, minutes='{:.1f}'.format)
-    click.echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
-    if is_over: click.echo('The time limit is reached; the same command continues.')
-    if n_before == len(table): click.echo(f'All {n_before} trials are already done; --trials {2*n_before} runs more.')
+    echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
+    if is_over: echo('The time limit is reached; the same command continues.')
+    if n_before == len(table): echo(f'All {n_before} trials are already done; --trials {2*n_before} runs more.')
     running = table.run[table.state == 'running'].tolist()
-    if running and not is_over: click.echo(f'Not done, running elsewhere or lost there: {", ".join(running)}')
-    click.echo(f'Table: {run.dir/"sweep.csv"}')
+    if running and not is_over: echo(f'Not done, running elsewhere or lost there: {", ".join(running)}')
+    echo(f'Table: {run.dir/"sweep.csv"}')
     if not (table.state == 'complete').any(): raise click.ClickException('no trial was completed')
-    click.echo(f'Best on val: {table.run[0]}, PER {percent(table.PER[0])} {IN_SAMPLE}; ' +
-               with_command_name(f'b2t run --name {table.run[0]} continues it'))
+    echo(f'Best on val: {table.run[0]}, PER {percent(table.PER[0])} {IN_SAMPLE}; '
+         f'b2t run --name {table.run[0]} continues it')
 
 # %% ../../nbs/cli/03_run.ipynb #c029
 @stage_command('sweep')

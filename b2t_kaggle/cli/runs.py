@@ -13,10 +13,10 @@ from pathlib import Path
 
 import click
 
-from b2t_kaggle.cli.options import FOLDER, folded, out_option, terminal_width
+from b2t_kaggle.cli.options import FOLDER, echo, folded, out_option, terminal_width
 from b2t_kaggle.config import config_fields, flat_values, near_keys, preset
 from b2t_kaggle.config.keys import as_set, covers, group_descriptions
-from b2t_kaggle.core.messages import with_command_name
+from b2t_kaggle.core.messages import printable
 from b2t_kaggle.metrics import percent
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import STAGES, needs_of, plan
@@ -53,7 +53,7 @@ _COLUMNS = ('run', 'done', 'unfinished', 'PER', 'WER', 'settings', 'when', 'pres
 
 def _runs_table(rows: list[dict], width: int | None) -> str:
     names = [name for name in _COLUMNS if any(row.get(name) for row in rows)]
-    columns = [[name.replace('_', ' '), *(row.get(name, '') for row in rows)] for name in names]
+    columns = [[name.replace('_', ' '), *(printable(row.get(name, '')) for row in rows)] for name in names]
     padded = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]
     lines = ['  '.join(row).rstrip() for row in zip(*padded)]
     return '\n'.join(line if width is None or len(line) <= width else line[:width - 1] + '…' for line in lines)
@@ -66,13 +66,13 @@ def runs(out):
 
     Phoneme and word error rates are on val. Settings are values that differ from the preset."""
     folders = sorted(f.parent for f in out.glob('*/config.yaml'))
-    if not folders: return click.echo(with_command_name(f'There are no runs in {out}; `b2t run` makes one'))
+    if not folders: return echo(f'There are no runs in {out}; `b2t run` makes one')
     rows = []
     for folder in folders:
         try: rows.append(_run_row(folder))
         except (ValueError, RuntimeError, OSError) as e:
-            rows.append(dict(run=folder.name, settings=' '.join(str(e).split())))
-    click.echo(_runs_table(rows, terminal_width()))
+            rows.append(dict(run=folder.name, settings=str(e)))
+    echo(_runs_table(rows, terminal_width()))
 
 # %% ../../nbs/cli/11_runs.ipynb #c012
 @click.command()
@@ -86,20 +86,22 @@ def keys(part):
     if part is None:
         numbers = Counter(key.split('.')[0] for key in fields)
         for group, about in group_descriptions().items():
-            click.echo(f'{click.style(f"{group:9}", bold=True)} {numbers[group]:3}  {folded(about, 15)}')
-        return click.echo(with_command_name(f'{len(fields)} keys; `b2t keys GROUP` or `b2t keys WORD` shows them.'))
+            click.secho(f'{group:9}', bold=True, nl=False)
+            echo(f' {numbers[group]:3}  {folded(about, 15)}')
+        return echo(f'{len(fields)} keys; `b2t keys GROUP` or `b2t keys WORD` shows them.')
     configs = {name: flat_values(preset(name)) for name in ('demo', 'official')}
     shown = {key: field for key, field in fields.items() if part == key.split('.')[0]} or \
             {key: field for key, field in fields.items() if part in key}
     if not shown:
-        raise click.ClickException(with_command_name(f'no key contains {part!r}{near_keys(part, list(fields))}'))
+        raise click.ClickException(f'no key contains {part!r}{near_keys(part, list(fields))}')
     for key, field in shown.items():
         readers = [s.name for s in STAGES.values() if covers(s.config, key)]
         facts = [*([f'read by {", ".join(readers)}'] if readers else []), *map(str, field.facts)]
         values = {name: as_set(cfg[key]) for name, cfg in configs.items() if key in cfg} or {
             'default': as_set(field.default)}
-        click.echo(f'{click.style(key, bold=True)} = ' + ', '.join(f'{v} ({name})' for name, v in values.items()))
-        click.echo('    ' + folded(f'{field.description} [{"; ".join(facts)}]', 4))
+        click.secho(key, bold=True, nl=False)
+        echo(' = ' + ', '.join(f'{v} ({name})' for name, v in values.items()))
+        echo('    ' + folded(f'{field.description} [{"; ".join(facts)}]', 4))
 
 # %% ../../nbs/cli/11_runs.ipynb #c015
 _work_option = partial(click.option, '--work', type=FOLDER, default='data', show_default=True,
@@ -118,7 +120,7 @@ def errors(run, before, out, work):
     stage fixed and made."""
     from b2t_kaggle.pipeline.explore import open_run, write_errors
     path = write_errors(open_run(run, out, work), open_run(before, out, work) if before else None)
-    click.echo(f'Open in a browser: {path}')
+    echo(f'Open in a browser: {path}')
 
 @click.command()
 @click.argument('run')
@@ -131,4 +133,4 @@ def replay(run, trial, out, work):
     Open it in a browser. TRIAL is a number in val, as in `b2t errors`. Features, phonemes and words appear in real
     time, as an online decoder would show them."""
     from b2t_kaggle.pipeline.explore import open_run, write_replay
-    click.echo(f'Open in a browser: {write_replay(open_run(run, out, work), trial)}')
+    echo(f'Open in a browser: {write_replay(open_run(run, out, work), trial)}')

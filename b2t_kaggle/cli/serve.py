@@ -11,7 +11,7 @@ import os
 
 import click
 
-from .options import FILE, stage_command
+from .options import FILE, echo, stage_command
 from .run import run_from_options
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
@@ -26,14 +26,14 @@ from ..rescoring.online import LLMRescorer, llm_scorer
 def _tell_search(run: Run, options) -> None:
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
-    click.echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names),
-               err=True)
+    echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names),
+         err=True)
 
 def _is_used(run: Run, stage: str, model: str | None) -> bool:
     "Whether a stage uses its LLM; prints a line if it found no gain."
     if not model or is_kept(run, stage): return bool(model)
-    click.echo(f'{stage}.llm is left out: the stage {stage} found no gain on val (rescore.keep=always keeps it)',
-               err=True)
+    echo(f'{stage}.llm is left out: the stage {stage} found no gain on val (rescore.keep=always keeps it)',
+         err=True)
     return False
 
 def _llm(run: Run, decoder):
@@ -44,7 +44,7 @@ def _llm(run: Run, decoder):
     tuned = read_weights(run.dir/'rescore_weights.json') if status == 'done' else None
     origin = 'from the stage rescore' if tuned else f'as configured (stage rescore: {status})'
     weights = tuned or configured_weights(c)
-    click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
+    echo(f'Weights of the mixture, {origin}: {weights}', err=True)
     model, tokenizer = open_llm(run, c, c.llm_prompt)
     calibration = known_calibration(run, 'rescore')
     scorer = llm_scorer(model, tokenizer, end=c.end or bool(c.llm_prompt))
@@ -85,4 +85,4 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
         _tell_search(run, decoder.options)
         _is_used(run, 'decode', run.cfg.decode.llm)
         serve_decoder(decoder, host, port, rescorer=_llm(run, decoder), **connection)
-    except KeyboardInterrupt: click.echo('Stopped.')
+    except KeyboardInterrupt: echo('Stopped.')

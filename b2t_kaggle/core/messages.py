@@ -115,8 +115,7 @@ def near_names(
     begins = [name for name in names if low and name.casefold().startswith(low)]
     contains = [name for name in names if len(low) > 2 and low in name.casefold()]
     folded = {name.casefold(): name for name in names}
-    near = [folded[name] for name in difflib.get_close_matches(low, folded, n=n)]
-    return (begins or contains or near)[:n]
+    return (begins or contains or [folded[name] for name in difflib.get_close_matches(low, folded, n=n)])[:n]
 
 def did_you_mean(
     word: str,              # Name that a user wrote

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import stat
-import struct
 import subprocess
 import time
 import zipfile
@@ -28,7 +27,7 @@ from urllib.parse import quote, urljoin
 import requests
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from ..core.files import format_size, replaced_folder, require_space, stays_inside, write_whole
+from ..core.files import WriteError, format_size, replaced_folder, require_space, stays_inside, write_whole
 from ..core.locks import Lock, LockedError
 from ..core.messages import printable, tqdm
 from ..core.reading import expands_too_far
@@ -241,7 +240,8 @@ def unpack_zip(
                 for m in members:
                     archive.extract(m, scratch) # Reads at most the size above, and verifies a checksum
                     bar.update(m.file_size)
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, struct.error) as e:
+    except Exception as e: # Damaged archives raise many kinds
+        if isinstance(e, WriteError) or getattr(e, 'errno', None) not in (None, errno.EINVAL): raise
         raise DownloadError(f'{path}: was not unpacked ({e}); delete it and fetch it again') from None
     return folder
 

@@ -27,8 +27,7 @@ def plot_features(
     fig.colorbar(image, label='normalised feature', pad=0.01)
     ax.set(title=title, xlabel=xlabel, ylabel='feature')
     if n_features == 512: # T15; T12 has one area
-        names = [f'{area} {kind}' for kind in ('crossings', 'power') for area in AREAS]
-        ax.set_yticks(range(32, 512, 64), names)
+        ax.set_yticks(range(32, 512, 64), [f'{area} {kind}' for kind in ('crossings', 'power') for area in AREAS])
         for edge in range(64, 512, 64): ax.axhline(edge, color='C3', lw=0.5)
         ax.set_ylabel('')
     return fig

@@ -216,8 +216,7 @@ def build(cls: TrialStore,
     with suppress(RaggedError, FileNotFoundError):
         store = cls(path)
         if store.fingerprint == fingerprint: return store
-    n_bytes = source.packed_bytes(dtype)
-    require_space(path.parent, n_bytes, f'the packed trials of {split}')
+    require_space(path.parent, source.packed_bytes(dtype), f'the packed trials of {split}')
     total = sum(stat.st_size for stat in stats.values())
     bar = tqdm(total=total, unit='B', unit_scale=True, desc=f'pack {split}', disable=not progress)
     writer = RaggedWriter(path, fingerprint['dtype'], (source.width,), _COLUMNS, 'trials', fingerprint)

@@ -77,8 +77,7 @@ class Detected:
         if self.tpu: rows.append(('', f'seen on the machine: {", ".join(self.tpu.hardware) or "nothing"}'))
         variables = ' '.join(f'{k}={v}' for k, v in self.variables.items())
         rows.append(('variables', variables or 'none about accelerators'))
-        packages = ', '.join(f'{k} {v}' for k, v in self.packages.items())
-        return rows + [('packages', packages or 'no framework')]
+        return rows + [('packages', ', '.join(f'{k} {v}' for k, v in self.packages.items()) or 'no framework')]
 
     def __str__(self): return '\n'.join(f'{label:<12}{text}' for label, text in self.facts())
 

@@ -111,5 +111,4 @@ def pick_torch(
     try: return start_xla(device)
     except DeviceError as e:
         if accelerator != 'auto': raise
-        device = plan_torch(replace(detected, tpu=None), 'auto', precision)
-        return device.with_reasons(f'the TPU is not used: {e}')
+        return plan_torch(replace(detected, tpu=None), 'auto', precision).with_reasons(f'the TPU is not used: {e}')

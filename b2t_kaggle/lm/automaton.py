@@ -85,20 +85,14 @@ class Automaton:
         ids = word_ids(self._words, _bytes(words))
         return np.where(ids < 0, np.int32(self.unknown), ids)
 
-    def score(self,
-        words: str | Iterable[str], # A sentence of normalised words
-        bos: bool = True,           # Whether `<s>` precedes the words
-        eos: bool = True,           # Whether `</s>` follows the words
-    ) -> float:
+    def score(self, words: str | Iterable[str], bos: bool = True, eos: bool = True) -> float:
         "Natural-log probability of a sentence, as in `NGram.score`."
         ids = self.ids(words.split() if isinstance(words, str) else list(words))
         if eos: ids = np.append(ids, np.int32(self.end))
         log10_prob, _ = walk(self.arrays, self.begin if bos else 0, ids)
         return LN10*log10_prob
 
-    def word_scores(self,
-        sentence: str, # Normalised words, separated by spaces
-    ) -> tuple[np.ndarray, np.ndarray]: # Natural-log probabilities [N + 1]; mask of unknown words [N + 1]
+    def word_scores(self, sentence: str) -> tuple[np.ndarray, np.ndarray]: # [N + 1]
         "The probability of each word of a sentence, and of its end, as in `NGram.word_scores`."
         ids = np.append(self.ids(sentence.split()), np.int32(self.end))
         return LN10*word_scores(self.arrays, self.begin, ids).astype(float), ids == self.unknown

@@ -515,8 +515,7 @@ def can_be_tree(
 ) -> bool:
     "Whether the model can compute these sequences as a tree: each must fit into its sliding window."
     window = getattr(model.config, 'sliding_window', None)
-    too_long = window and max(map(len, sequences), default=0) > window
-    return capabilities(model).tree_attention and not too_long
+    return capabilities(model).tree_attention and not (window and max(map(len, sequences), default=0) > window)
 
 _SHORT_START = 8 # A longer start is computed once instead of in each tree
 

@@ -90,8 +90,7 @@ def find_model(
 ) -> PublicModel:
     "Look up a public model. Raises `ValueError` for an unknown name."
     if name in MODELS: return MODELS[name]
-    advice = did_you_mean(name, MODELS, '`b2t lm get` lists them')
-    raise ValueError(f'{name!r} is not a public model{advice}')
+    raise ValueError(f'{name!r} is not a public model' + did_you_mean(name, MODELS, '`b2t lm get` lists them'))
 
 @patch
 def address(self: PublicModel) -> str:

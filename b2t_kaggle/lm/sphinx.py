@@ -9,7 +9,6 @@ __all__ = ['SphinxError', 'SphinxModel', 'read_sphinx', 'import_sphinx', 'is_sph
 import math
 import re
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +48,11 @@ def read_sphinx(
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()
                 models = [n for n in names if n.endswith('/' + _MEMBER)]
-                if not models: raise SphinxError(f'{path}: no {_MEMBER} among its {len(names):,} files')
+                if not models: raise ValueError(f'no {_MEMBER} among its {len(names):,} files')
                 data = read_member(archive, models[0])
                 licences = [n for n in names if re.search(r'\.dist-info/(licenses/)?LICENSE', n)]
                 if licences: licence = read_member(archive, licences[0]).decode(errors='replace')
-        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as e:
-            if isinstance(e, SphinxError): raise
+        except Exception as e: # Damaged archives raise many kinds
             raise SphinxError(f'{path}: damaged or unreadable zip archive ({e}); fetch it again') from None
     else:
         data = path.read_bytes()

@@ -102,8 +102,7 @@ def smallest_clear_difference(
     It is 1.96 · s · √(n/words) if s is the difference's standard error on the n words of these trials. Raises
     `ValueError` for different trials."""
     more, length = _paired(a, b)
-    error = float(bootstrap_rates(more, length).std())
-    return NormalDist().inv_cdf(0.975)*error*(sum(length)/words)**0.5
+    return NormalDist().inv_cdf(0.975)*float(bootstrap_rates(more, length).std())*(sum(length)/words)**0.5
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c021
 class Gain(NamedTuple):

@@ -10,8 +10,8 @@ import io
 import itertools
 import pickle
 import re
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ import numpy as np
 import pandas as pd
 
 from ..core.ctc import greedy
+from ..core.messages import printable
+from ..core.reading import check_is_file, expands_too_far
 from ..logits import LogitError, LogitStore, log_sum_exp
 from ..metrics import percent, phoneme_error_rate
 from ..phonemes import BLANK, PHONEMES
@@ -44,16 +46,18 @@ def _class_places(classes: str | Sequence[str]) -> list[int]:
 
 def order_hint(
     log_probs: Sequence[np.ndarray], # Log-probabilities [T', 41], in what should be the kit's order
-    labels: Sequence[np.ndarray],    # Class ids [S]
+    labels: Sequence[np.ndarray],    # Class ids [S]; without them only the blank counts
 ) -> str:
     "Problem with the order of the classes, and the order that fits best; '' without a problem."
-    def rate(places): return phoneme_error_rate(list(labels), [greedy(x[:, places]) for x in log_probs])
-    as_given = rate(_class_places('blank-sil-last'))
-    blank = any((x.argmax(1) == BLANK).any() for x in log_probs)
-    if blank and as_given <= 0.8: return ''
+    def rate(places, labels=labels):
+        if labels: return phoneme_error_rate(list(labels), [greedy(x[:, places]) for x in log_probs])
+        return np.mean(np.concatenate([x.argmax(1) for x in log_probs]) != places[BLANK])
+    given = _class_places('blank-sil-last')
+    as_given, others = rate(given), rate(given, ()) # Share of frames in which another class is likelier than the blank
+    if others < 1 and as_given <= 0.8: return ''
     rates = {name: rate(_class_places(names)) for name, names in ORDERS.items()}
-    problem = (f'the phoneme error rate is {percent(as_given)}' if blank else
-               'the blank is not the likeliest class in any frame')
+    problem = (f'the phoneme error rate is {percent(as_given)}' if labels and others < 1 else
+               f'the blank is not the likeliest class in {percent(others)} of the frames')
     best = min(rates, key=lambda name: rates[name])
     if rates[best] > 0.8: return f'{problem}, and no known order of the classes is better; are these the right labels?'
     return f'{problem}; the classes seem to be in the order {best} ({percent(rates[best])})'
@@ -84,20 +88,24 @@ def _text(value) -> str | None:
     return ''.join(map(chr, np.ravel(value).tolist())).partition('\0')[0]
 
 def _trials(content: Mapping | Sequence | np.ndarray) -> list[ForeignTrial]:
-    if not isinstance(content, Mapping) and len(content) and isinstance(content[0], Mapping): # One per trial
-        content = {name: [row[name] for row in content] for name in content[0]}
-    lengths = None
-    texts: list[Iterable] = []
-    if isinstance(content, Mapping):
-        name = next((n for n in _ARRAYS if n in content and getattr(content[n], 'ndim', 3) != 2), None)
-        lengths = next((content[n] for n in _LENGTHS if n in content), None)
-        texts = [map(_text, content.get(n, [])) for n in ('transcription', 'context')]
-        content = [content[n] for n in _numbered(content)] if name is None else content[name]
-    arrays = list(map(np.asarray, content))
+    if not isinstance(content, Mapping): # One per trial, or arrays without names
+        rows = content if len(content) and isinstance(content[0], Mapping) else ()
+        content = {name: [row[name] for row in rows] for name in rows[0]} if rows else dict(arr_0=content)
+    name = next((n for n in _ARRAYS if n in content and getattr(content[n], 'ndim', 3) != 2), None)
+    lengths = next((content[n] for n in _LENGTHS if n in content), None)
+    texts = [map(_text, content.get(n, [])) for n in ('transcription', 'context')]
+    arrays = list(map(np.asarray, content[name] if name else map(content.get, _numbered(content))))
     if lengths is not None:
-        if len(lengths) != len(content): raise LogitError(f'found {len(content)} arrays and {len(lengths)} lengths')
-        arrays = [x.reshape(-1, x.shape[-1])[:int(n)] for x, n in zip(arrays, np.ravel(lengths))]
+        if len(lengths) != len(arrays): raise LogitError(f'found {len(arrays)} arrays and {len(lengths)} lengths')
+        for i, n in enumerate(np.ravel(lengths)):
+            x = arrays[i].reshape(-1, arrays[i].shape[-1])
+            if n not in range(len(x) + 1): raise LogitError(f'found the length {n} of {len(x)} frames')
+            arrays[i] = x[:int(n)]
     return [ForeignTrial(*values) for values in itertools.islice(itertools.zip_longest(arrays, *texts), len(arrays))]
+
+def _load(path: Path):
+    check_is_file(path)
+    return np.load(path)
 
 def read_trials(path: str | Path) -> list[ForeignTrial]:
     """The trials in a `.npz`, `.npy` or `.pkl`, or in a folder of `.npy` files, one per trial.
@@ -105,14 +113,17 @@ def read_trials(path: str | Path) -> list[ForeignTrial]:
     Raises a `LogitError` that names the file."""
     path = Path(path)
     try:
-        if path.is_dir(): return _trials([np.load(path/name) for name in _numbered(f.name for f in path.glob('*.npy'))])
+        if path.is_dir(): return _trials([_load(path/name) for name in _numbered(f.name for f in path.glob('*.npy'))])
         if path.suffix == '.npz':
-            with np.load(path) as content: return _trials({name: content[name] for name in content.files})
-        if path.suffix == '.npy': return _trials(np.load(path))
+            with _load(path) as content:
+                if expands_too_far(sum(m.file_size for m in content.zip.infolist()), path.stat().st_size):
+                    raise ValueError('would unpack to more than a hundred times its size')
+                return _trials(dict(content))
+        if path.suffix == '.npy': return _trials(_load(path))
+        check_is_file(path)
         return _trials(_Arrays(io.BytesIO(path.read_bytes())).load())
-    except (ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError, MemoryError, zipfile.BadZipFile,
-            pickle.UnpicklingError) as e:
-        raise LogitError(f'{path}: {e}; expected .npz, .npy or .pkl with arrays [frames, classes]') from None
+    except Exception as e: # A damaged archive or pickle can raise any
+        raise LogitError(printable(f'{path}: {e}; expected .npz, .npy or .pkl with arrays [frames, classes]')) from None
 
 def normalised(x: np.ndarray, name: str) -> np.ndarray:
     """Natural-log probabilities [T', 41] float32 from logits, log-probabilities or probabilities,
@@ -151,5 +162,7 @@ def import_logits(
         if len(x) < len(names):
             raise LogitError(f'{source}, trial {i}: found {len(x)} frames, expected at least {len(names)}, one for '
                              'each label; are these the trials of this split, in its order?')
-    if labels is not None and (hint := order_hint(arrays, labels)): raise LogitError(f'{source}: {hint}')
+    if hint := order_hint(arrays, labels or []):
+        if labels: raise LogitError(f'{source}: {hint}')
+        warnings.warn(f'{source}: {hint}; --classes changes the order', stacklevel=2)
     return LogitStore.write(target, arrays, index, dict(model=Path(source).name))

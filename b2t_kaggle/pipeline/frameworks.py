@@ -138,7 +138,6 @@ def convert(
     # Adaptation exists only in PyTorch
     tensorflow = {'train.framework': 'tensorflow', 'infer.adapt': None}
     changes = tensorflow if to_tensorflow else {'train.framework': 'pytorch'}
-    write = _write_tensorflow if to_tensorflow else _write_pytorch
-    write(state, with_overrides(cfg, changes), metrics, target)
+    (_write_tensorflow if to_tensorflow else _write_pytorch)(state, with_overrides(cfg, changes), metrics, target)
     return target
 

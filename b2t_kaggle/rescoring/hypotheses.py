@@ -282,12 +282,10 @@ def read_blocks(
 ) -> dict[tuple[str, int], str]: # (session, block) to corpus
     "Read the corpus of each block; raises a `ValueError` that names the file."
     try:
-        columns = ['Date', 'Block number', 'Corpus']
-        table = pd.read_csv(path, usecols=columns, dtype=str, keep_default_na=False)
+        table = pd.read_csv(path, usecols=['Date', 'Block number', 'Corpus'], dtype=str, keep_default_na=False)
         blocks = table['Block number'].astype(int)
     except ValueError as e: raise ValueError(f'{path}: {e}; expected the columns Date, Block number, Corpus') from None
-    sessions = 't15.' + table.Date.str.replace('-', '.')
-    return dict(zip(zip(sessions, blocks.tolist()), table.Corpus))
+    return dict(zip(zip('t15.' + table.Date.str.replace('-', '.'), blocks.tolist()), table.Corpus))
 
 def with_corpora(
     hypotheses: Hypotheses,

@@ -83,8 +83,7 @@ def misfits(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence
     wrong += [f'{k} is not in the model' for k in shapes if k not in expected]
     wrong += [f'{k} has shape {list(shapes[k])}, expected {list(shape)}' for k, shape in expected.items()
               if k in shapes and list(shapes[k]) != list(shape)]
-    more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
-    return '; '.join(wrong[:4]) + more
+    return '; '.join(wrong[:4]) + (f'; and {len(wrong) - 4} more' if len(wrong) > 4 else '')
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c019
 def fingerprint(cfg: Config, stores: dict[str, TrialStore | None]) -> dict[str, str]:

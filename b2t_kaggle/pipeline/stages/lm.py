@@ -68,8 +68,8 @@ class LM(Stage):
     def advice(self, cfg):
         if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return []
         return ['The language model gets no text but the sentences of train, and other words cannot be decoded; give '
-                '--set lm.general=FILE, --set lm.path=FILE ' + with_command_name('(`b2t lm get` lists some)') +
-                ' or --set lm.texts=[FILE], which may also be the folder of another participant.']
+                '--set lm.general=FILE, --set lm.path=FILE (`b2t lm get` lists some) '
+                'or --set lm.texts=[FILE], which may also be the folder of another participant.']
 
     def run(self, run, progress):
         from b2t_kaggle.lm.ngram import oov_advice, perplexity_report
