@@ -207,7 +207,7 @@ def test_the_search_knows_names_and_sections(site):
 
 def test_the_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path/'thesis.txt').touch()
-    with pytest.raises(FileExistsError, match='holds something else than a site'):
+    with pytest.raises(FileExistsError, match='has other contents than a site'):
         build.write_site(tmp_path, [], [])
     assert (tmp_path/'thesis.txt').exists()
 

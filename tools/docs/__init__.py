@@ -1,18 +1,18 @@
-"""The documentation site, made of the notebooks.
+"""The documentation site, generated from the notebooks.
 
-Kept libraries do what they can: nbconvert turns Markdown into HTML, Pygments colours code, Jinja2 fills the frame,
-matplotlib draws formulas, execnb executes. Why no kept generator of whole sites does it, as of November 2026: the site
-shows parameters with the comments behind them (docments), of modules that need frameworks which are not installed
-together, and the outputs of more than a hundred notebooks that are committed without them.
+Maintained libraries do as much as possible: nbconvert turns Markdown into HTML, Pygments colours code, Jinja2 fills
+templates, matplotlib draws formulas, execnb executes. As of November 2026, no maintained site generator is enough: the
+site shows parameters with the comments after them (docments), of modules whose frameworks cannot be installed together,
+and the outputs of more than a hundred notebooks that are committed without outputs.
 
-- nbdev's own site needs Quarto, a program beside pip's packages; `show_doc` and fastcore's `docments` import what they
-  document, and the outputs shown are the committed ones.
-- Sphinx with MyST-NB, on which Jupyter Book stood, executes notebooks with a kernel for each, so that PyTorch or
-  TensorFlow is imported for every page; what it keeps is found by a notebook's own cells, and would be out of date when
-  a module changes. autodoc imports, and does not know docments.
-- MkDocs 1 is without a maintainer since 2024, Material for MkDocs in its last year, and its successor Zensical is new.
-  mkdocstrings reads sources without importing them, but docments are none of its styles.
+- nbdev's own site needs Quarto, which pip does not install; `show_doc` and fastcore's `docments` import the modules
+  that they document, and only committed outputs are shown.
+- Sphinx with MyST-NB, on which Jupyter Book was based, starts a kernel for each notebook, so that PyTorch or TensorFlow
+  is imported for every page; its cache depends only on a notebook's own cells, and would be out of date when a module
+  changes. autodoc imports modules, and does not know docments.
+- MkDocs 1 has had no maintainer since 2024, Material for MkDocs is in its last year, and its successor Zensical is new.
+  mkdocstrings reads sources without importing them, but does not support docments.
 
-Each would leave us `api` and `execute`, and the pages of sources, benchmarks and the first page: more than half of this
-package. lunr would save the thirty lines of the search, and bring a program from another server into pages that need
-none. To be looked at again when one of these reads docments and takes outputs that are handed to it."""
+With each of them we would still need `api` and `execute`, and the pages of sources and benchmarks and the first page:
+more than half of this package. lunr would save the thirty lines of the search, but add a script from another server to
+pages that need none. Reconsider this when a generator reads docments and accepts outputs."""

@@ -1,6 +1,6 @@
-"""What a public name is, read from its source: signature, parameters with their comments, docstring.
+"""Description of a public name, read from its source: signature, parameters with their comments, docstring.
 
-docments are comments behind parameters; nothing is imported, so that no framework has to be installed."""
+Comments after parameters are docments. No module is imported, so that no framework has to be installed."""
 import ast
 import html
 import io
@@ -15,7 +15,7 @@ _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def comments(source: str) -> dict[int, tuple[str, bool]]:
-    "By line: the comment, and whether it has the line for itself."
+    "Comment by line, and whether it is alone on the line."
     found = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT: continue
@@ -25,7 +25,7 @@ def comments(source: str) -> dict[int, tuple[str, bool]]:
 
 
 def comment_of(node: ast.AST, notes: dict[int, tuple[str, bool]]) -> str:
-    "The comment behind a parameter or field, with the lines above that hold nothing else."
+    "The comment after a parameter or field, with the lines above that have only comments."
     comment = notes.get(node.end_lineno, ('', False))[0]
     above = []
     line = node.lineno - 1
@@ -65,7 +65,7 @@ def parameters(f: ast.FunctionDef, notes: dict) -> list[dict]:
 
 
 def filled(rows: list[dict]) -> str:
-    "The table without the columns in which there is nothing."
+    "The table without empty columns."
     kept = [k for k in rows[0] if any(row[k] for row in rows)] if rows else []
     rows = [{k: Html(row[k]) for k in kept} for row in rows]
     return f'<div class="scroll api">{table(rows)}</div>' if rows else ''
@@ -85,7 +85,7 @@ def fields(c: ast.ClassDef, notes: dict) -> list[dict]:
 
 
 def signature(f: ast.FunctionDef) -> str:
-    "Names and defaults, as one calls it; types are in the table."
+    "Names and defaults, as in a call; types are in the table."
     bare = ast.parse(ast.unparse(f)).body[0]
     for arg in ast.walk(bare.args):
         if isinstance(arg, ast.arg): arg.annotation = None
@@ -105,7 +105,7 @@ def _method(f: ast.FunctionDef, notes: dict) -> str:
 
 
 def card(node: ast.AST, notes: dict, link: str) -> str:
-    "A public function or class: what it is called with, what for, and where its source is."
+    "Card of a public function or class: parameters, purpose, and a link to its source."
     kind = 'class' if isinstance(node, ast.ClassDef) else 'def'
     init = next((n for n in node.body if isinstance(n, _FUNCTIONS) and n.name == '__init__'), None)
     called = node if kind == 'def' else init
@@ -120,7 +120,7 @@ def card(node: ast.AST, notes: dict, link: str) -> str:
 
 
 def public(source: str) -> Iterator[ast.AST]:
-    "Functions and classes of a piece of source whose names have no underscore."
+    "Functions and classes in a piece of source whose names do not begin with an underscore."
     for node in ast.parse(source).body:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)) and not node.name.startswith('_'): yield node
 

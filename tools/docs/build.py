@@ -34,23 +34,23 @@ _HEADING = re.compile(r'<h([1-4])[^>]*?id="([^"]*)"[^>]*>(.*?)</h\1>', re.DOTALL
 
 @dataclass
 class Page:
-    "A page of the site before its frame is put around it."
-    path: str              # In the site, such as `lm/08_prune.html`
+    "A page of the site, without its frame."
+    path: str              # Path in the site, such as `lm/08_prune.html`
     title: str
     about: str = ''        # One line of text
     body: str = ''
     group: str = ''
-    entries: list = field(default_factory=list)   # For the search: title, anchor, text
+    entries: list = field(default_factory=list)   # Entries of the search: title, anchor, text
 
 
 def plain(made: str) -> str:
-    "The text of HTML."
+    "Plain text of HTML."
     made = re.sub(r'<(svg|style|pre|table).*?</\1>', ' ', made, flags=re.DOTALL)
     return ' '.join(html.unescape(re.sub('<[^>]+>', ' ', made)).split())
 
 
 def clean_headings(made: str) -> str:
-    "Headings without the signs that notebooks put behind them, and places named as on GitHub, in small letters."
+    "Remove the link signs after headings, and write anchors in lower case, as on GitHub."
     made = re.sub(r'<a class="anchor-link"[^>]*>.*?</a>', '', made)
     return re.sub(r'(<h\d[^>]*? id=|<a href=)"(#?)([^"#]*)"',
                   lambda m: m[0] if m[1] == '<a href=' and not m[2] else f'{m[1]}"{m[2]}{unquote(m[3]).lower()}"', made)
@@ -74,7 +74,7 @@ def is_import(code: str) -> bool:
 
 
 class Names:
-    "Where the names of a module are in its source page."
+    "Lines of a module's names in its source page."
     def __init__(self, module: str | None):
         place = ROOT/'b2t_kaggle'/(module or '').replace('.', '/')
         if module and place.is_dir(): place /= '__init__'
@@ -86,13 +86,13 @@ class Names:
     def page(self) -> str: return source_path(self.file)
 
     def link(self, name: str, page_path: str) -> str:
-        "From a page to the line at which a name begins."
+        "Link from a page to the line at which a name begins."
         line = f'#L{self.lines[name]}' if name in self.lines else ''
         return relative(self.page, page_path) + line
 
 
 def source_path(file: Path) -> str:
-    "Where the source of a module stands in the site."
+    "Path of a module's source page in the site."
     return f'source/{file.relative_to(ROOT/"b2t_kaggle").with_suffix(".html").as_posix()}'
 
 
@@ -100,7 +100,7 @@ def relative(target: str, start: str) -> str: return posixpath.relpath(target, p
 
 
 def exported(code: str, names: Names, path: str, overview: Overview) -> str:
-    "Cards of the public names of an exported cell, but for those above, and its code behind them."
+    "Cards of the public names of an exported cell, except those further up, followed by its code."
     bare = without_directives(code)
     notes = comments(bare)
     made = ''.join(overview.note(node.name) if node.name in overview.first
@@ -158,7 +158,7 @@ def text_page(path: Path, place: str) -> Page:
 
 
 def source_page(file: Path) -> Page:
-    "A module with its lines numbered by their anchors."
+    "A module's source, with an anchor for each line."
     code = highlighted(file.read_text(encoding='utf-8')).rstrip('\n').split('\n')
     lines = '\n'.join(f'<span id="L{i}">{line}</span>' for i, line in enumerate(code, 1))
     name = file.relative_to(ROOT).as_posix()
@@ -174,9 +174,9 @@ def list_of_benchmarks(pages: list[Page]) -> Page:
         machine = stamp.get('machine', '').split(', ')[0]
         rows.append(dict(benchmark=link, question=p.about, executed=stamp.get('executed', 'not yet'), machine=machine))
     intro = ('<h1>Benchmarks</h1><blockquote><p>What was measured, when and on which machine.</p></blockquote>'
-             '<p>Each is a notebook with its figures; <code>./kit bench NAME</code> executes it again. A test refuses '
-             'figures of other code than the one that stands there. “Not yet” means that the code changed or has not '
-             'run, and that there are no figures.</p>')
+             '<p>Each is a notebook with its figures; <code>./kit bench NAME</code> executes it again. A test fails '
+             'if the code changed since then. “Not yet” means that the code changed or has not run, and that there are '
+             'no figures.</p>')
     return Page('benchmarks/index.html', 'Benchmarks', 'What was measured, when and on which machine.',
                 f'{intro}<div class="scroll">{table(rows)}</div>', 'Benchmarks')
 
@@ -192,57 +192,57 @@ _WAYS = {
 
 
 def results_of(overview: str) -> str:
-    "Cards of the result that the overview tells of the one command; raises `ValueError` where it tells none."
+    "Cards with the results of `./kit run` in the overview; raises `ValueError` if one is missing."
     text = plain(re.sub('</?table>', '', overview))
     found = {name: re.search(pattern, text) for name, pattern in _RESULTS.items()}
     if lost := [name for name, m in found.items() if not m]:
-        raise ValueError(f'nbs/index.ipynb: found no {" and no ".join(lost)} of ./kit run, expected sentences in which '
-                         'they stand; mend the patterns _RESULTS of tools/docs/build.py')
+        raise ValueError(f'nbs/index.ipynb: found no {" and no ".join(lost)} of ./kit run, expected sentences with '
+                         'them; correct the patterns _RESULTS of tools/docs/build.py')
     notes = {'time': '2 cores, no GPU; with installing',
              'word error rate': 'simulated, val; weights of the search cross-validated'}
     return cards({name: (m[1], notes.get(name, 'simulated, val')) for name, m in found.items()})
 
 
-# What the overview says of the one command, and where
+# Patterns of the results of `./kit run` in the overview
 _RESULTS = {'time': r'\./kit run (\d+ min(?: \d+ s)?)', 'phoneme error rate': r'phoneme error rate of ([\d.]+ %)',
             'word error rate': r'word error rate of ([\d.]+ %)'}
 
 
-# The notebook that makes the moving picture of the first page
+# Notebook that draws the animation on the first page
 TRIAL = NBS/'guides'/'one_trial.ipynb'
 
 
 def moving_picture(ran: list | None) -> str:
-    "The picture that the notebook of one trial drew last; nothing where it was not executed."
+    "The last picture of the notebook of one trial; empty if it was not executed."
     if not ran: return ''
     drawn = [out for outs in ran for out in outs if 'image/svg+xml' in out.get('data', {})]
     place = relative(TRIAL.relative_to(NBS).with_suffix('.html').as_posix(), 'index.html')
     return (f'<figure class="moving">{output(drawn[-1], "trial")}'
-            '<figcaption>A trial of a simulated participant, as fast as it was spoken: what the electrodes recorded, '
-            'what a small model makes of it, and the words so far. The signal is clearer than in real recordings. '
+            '<figcaption>A trial of a simulated participant in real time: the recorded features, the phonemes of a '
+            'small model, and the words so far. The signal is clearer than in real recordings. '
             f'<a href="{place}">How it is made</a> <label><input type="checkbox"> hold still</label>'
             '</figcaption></figure>\n')
 
 
 def landing(overview: Page, picture: str) -> Page:
-    "The first page: the one command and what it leaves, a trial as it is decoded, ways to go on, then the overview."
+    "The first page: the command `./kit run` and its results, the decoding of a trial, further pages, the overview."
     about = html.escape(overview.about)
     ways = ''.join(f'<a class="card" href="{path}"><b>{title}</b><span>{text}</span></a>\n'
                    for path, (title, text) in _WAYS.items())
     body = re.sub('<h1.*?</h1>', '', overview.body, count=1, flags=re.DOTALL)
     body = re.sub('<blockquote>.*?</blockquote>', '', body, count=1, flags=re.DOTALL)
-    body = re.sub(r'<p>\s*<a [^>]*>\s*<img .*?</p>', '', body, count=1, flags=re.DOTALL)   # badges, from elsewhere
+    body = re.sub(r'<p>\s*<a [^>]*>\s*<img .*?</p>', '', body, count=1, flags=re.DOTALL)   # Badges of other servers
     report = base64.b64encode((NBS/'report.png').read_bytes()).decode()
     body = body.replace('src="nbs/report.png"', f'class="plot" src="data:image/png;base64,{report}"')
     hero = (f'<div class="hero"><h1>{TITLE}</h1><p class="lead">{about}</p>\n<pre><code>./kit run</code></pre>\n'
-            '<p>Simulates a participant, trains, decodes, and leaves <code>submissions/demo/submission.csv</code>, '
-            'checked, and <code>report.html</code>, the page of the run.</p></div>\n')
+            '<p>Simulates a participant, trains and decodes; writes a valid <code>submission.csv</code> and '
+            '<code>report.html</code> to <code>submissions/demo</code>.</p></div>\n')
     hero += f'{picture}{results_of(overview.body)}<div class="cards begin">{ways}</div>\n'
     return Page(overview.path, TITLE, overview.about, hero + body, 'Begin')
 
 
 def rewritten(body: str, path: str, known: set[str]) -> str:
-    "Links to notebooks and files of the project lead to their pages."
+    "Replace links to notebooks and files of the project by links to their pages."
     def link(m):
         target, _, anchor = m[1].partition('#')
         if re.match(r'[a-z]+:', target) or not target.endswith(('.ipynb', '.md', '.py')): return m[0]
@@ -257,7 +257,7 @@ def rewritten(body: str, path: str, known: set[str]) -> str:
 
 
 def unique_ids(body: str) -> str:
-    "Headings of the same words, or of a name's, get a number."
+    "Number the anchors of headings that occur twice or equal a public name."
     seen = Counter(re.findall('<section class="name" id="([^"]*)"', body))
     def number(m):
         seen[m[1]] += 1
@@ -266,7 +266,7 @@ def unique_ids(body: str) -> str:
 
 
 def find_entries(p: Page) -> list:
-    "What the search knows of a page: page, title, place and first words of each section and each name."
+    "Entries of the search for a page: page, title, place and first words of each section and each name."
     entries = [[p.title, p.title, p.path, p.about]]
     pieces = re.split(r'(?=<h[23][ >])|(?=<section class="name")', p.body)
     for piece in pieces:
@@ -295,7 +295,7 @@ def template(name: str):
 
 
 def framed(p: Page, pages: list[Page]) -> str:
-    "A page with its head, menu and the ways to its neighbours."
+    "A page with its head, menu and links to the pages before and after it."
     base = relative('index.html', p.path).removesuffix('index.html')
     by_group = {group: list(members) for group, members in groupby(pages, lambda other: other.group)}
     at = next((i for i, other in enumerate(pages) if other is p), None)
@@ -310,13 +310,13 @@ def framed(p: Page, pages: list[Page]) -> str:
 
 
 def modules() -> list[Path]:
-    "The files of the package that hold something."
+    "The files of the package that are not empty."
     files = sorted((ROOT/'b2t_kaggle').rglob('*.py'))
     return [p for p in files if p.name != '_modidx.py' and p.stat().st_size]
 
 
 def heads() -> list[Page]:
-    "The pages in the reader's order, with title and subject alone."
+    "The pages in the reader's order, only with title and subject."
     made = []
     for group, members in groups(NBS).items():
         if group == 'Benchmarks': made.append(Page('benchmarks/index.html', 'Benchmarks', group=group))
@@ -353,7 +353,7 @@ def filled(p: Page, pages: list[Page], ran: dict[Path, list]) -> Page:
 
 
 def named(names: Iterable[str], pages: list[Page]) -> list[Page]:
-    "The pages that are asked for, by notebook, place or title; raises `ValueError` for what is none, or several."
+    "The requested pages, by notebook, place or title; raises `ValueError` for an unknown or ambiguous name."
     found = []
     for name in names:
         some = _alike(re.sub(r'^nbs/|\.(ipynb|html|md)$', '', name), pages)
@@ -364,7 +364,7 @@ def named(names: Iterable[str], pages: list[Page]) -> list[Page]:
 
 
 def _alike(wanted: str, pages: list[Page]) -> list[Page]:
-    "Pages with this place; or else with this title or file; or else with this in their place."
+    "Pages with this place, else with this title or file, else with this text in their place."
     return ([p for p in pages if wanted == p.path.removesuffix('.html')]
             or [p for p in pages if wanted in (p.title, Path(p.path).stem)] or [p for p in pages if wanted in p.path])
 
@@ -375,14 +375,14 @@ def _similar(name: str, pages: list[Page]) -> list[str]:
 
 
 def build(
-    folder: str | Path,    # Of the site; what another build left there is replaced
+    folder: str | Path,    # Folder of the site; an earlier build is replaced
     n_jobs: int | None = None, # Processes that execute notebooks; None: one for each core
-    execute: bool = True,  # False: without the outputs of examples, in seconds
-    only: Sequence[str] = (), # Pages to write, beside those of an earlier build; none means the whole site
+    execute: bool = True,  # Whether to execute the examples; without their outputs a build takes seconds
+    only: Sequence[str] = (), # Pages to write into an earlier build; empty: the whole site
     say=print,
 ) -> tuple[list[str], list[str]]: # Places of the pages that were written, and those of all pages of the site
-    """Build the site, or some of its pages; a site is written whole or not at all. Raises `ValueError` for a page that
-    there is not, `FileExistsError` where the folder holds something else."""
+    """Build the site, or some of its pages; a site is written whole or not at all. Raises `ValueError` for an
+    unknown page, `FileExistsError` if the folder has other contents."""
     pages = heads()
     chosen = named(only, pages) if only else pages
     wanted = [path for p in chosen if (path := notebook_of(p))]
@@ -390,7 +390,7 @@ def build(
     ran = outputs(list(dict.fromkeys(wanted)), n_jobs or os.cpu_count() or 1, say) if execute else {}
     files = modules()
     sources = [source_path(file) for file in files]
-    say(f'{len(chosen)} pages of notebooks' + ('' if only else f' and {len(files)} of sources') + ' are written')
+    say(f'{len(chosen)} pages of notebooks' + ('' if only else f' and {len(files)} of sources') + ' to write')
     with tqdm(total=len(chosen) + (0 if only else len(files)), unit=' pages', disable=None) as bar:
         made = {p.path: stepped(bar, filled(p, pages, ran)) for p in chosen}
         pages = [made.get(p.path, p) for p in pages]
@@ -405,15 +405,15 @@ def stepped(bar, made):
 
 
 def write_site(
-    target: Path,         # The folder
-    pages: list[Page],    # In the reader's order
-    sources: list[Page],  # Of modules
-    only: list[str] | None = None, # Places of those to write, into a site that may be there; None means all
+    target: Path,         # Folder of the site
+    pages: list[Page],    # Pages in the reader's order
+    sources: list[Page],  # Pages of modules
+    only: list[str] | None = None, # Places of the pages to write, also into an existing site; None: all
     known: set[str] = frozenset(), # Places of the whole site, to which links may lead
 ) -> None:
     "Write pages, style, program and index of the search; a whole site at once or not at all."
     if target.exists() and any(target.iterdir()) and not (target/'search.js').exists():
-        raise FileExistsError(f'{target} holds something else than a site; name another folder')
+        raise FileExistsError(f'{target} has other contents than a site; choose another folder')
     written = [p for p in pages if only is None or p.path in only]
     for p in written: p.body = unique_ids(rewritten(p.body, p.path, known))
     entries = [entry for p in written for entry in find_entries(p)]
@@ -428,7 +428,7 @@ _INDEX = 'window.SEARCH = '
 
 
 def _entries(folder: Path) -> list:
-    "Entries of the search of an earlier build."
+    "Entries of the search in an earlier build."
     index = folder/'search.js'
     return json.loads(index.read_text(encoding='utf-8').removeprefix(_INDEX)) if index.exists() else []
 

@@ -14,7 +14,7 @@ _FORMULA = re.compile(r'\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<line>[^$\s](?:[^$
 
 @cache
 def _formula(tex: str) -> str:
-    "A formula as SVG that stands on the line of the text around it; its names inside begin with `NAME`."
+    "A formula as SVG on the baseline of the surrounding text; its internal names begin with `NAME`."
     from matplotlib.mathtext import math_to_image
     drawing = io.StringIO()
     try: depth = math_to_image(f'${" ".join(tex.split())}$', drawing, format='svg', dpi=72)
@@ -32,9 +32,9 @@ def _formula(tex: str) -> str:
 
 
 def markdown(
-    text: str, # As in a notebook's cell
+    text: str, # Markdown of a notebook's cell
 ) -> str:
-    "HTML of Markdown with formulas; tables may be scrolled."
+    "HTML of Markdown with formulas; wide tables can be scrolled."
     from nbconvert.filters import markdown2html
     drawn = []
     def draw(m):
@@ -67,22 +67,22 @@ def _own_table(made: str) -> str:
 
 
 def _headings(head: str, numeric: list[bool]) -> str:
-    "Headings as HTML: those of numbers on the right, broken behind underscores where there is no room."
+    "Headings as HTML: right-aligned over numbers; lines may break after underscores."
     def cells(row):
-        n_names = row[0].count('<th') - len(numeric) # Those of the index have no column of cells
+        n_names = row[0].count('<th') - len(numeric) # Headings of the index have no column of cells
         kinds = iter(['']*n_names + [' class="number"' if right else '' for right in numeric])
         return re.sub('<th>([^<]*)', lambda m: f'<th{next(kinds, "")}>' + m[1].replace('_', '_<wbr>'), row[0])
     return re.sub('<tr>.*?</tr>', cells, head, flags=re.DOTALL)
 
 
 def output(
-    out: Mapping, # As a notebook holds it
-    name: str,    # Begins the names inside an SVG; another one for each output of a page
+    out: Mapping, # Output in a notebook
+    name: str,    # Prefix of the names inside an SVG, unique for each output of a page
 ) -> str:
-    "An output as HTML, empty where it has nothing to show."
+    "An output as HTML, empty if it shows nothing."
     kind = out['output_type']
     if kind == 'stream': return '' if out['name'] == 'stderr' else _plain(out['text'])
-    if kind == 'error': raise ValueError(f'{out["ename"]}: {out["evalue"]}; a page shows only what went well')
+    if kind == 'error': raise ValueError(f'{out["ename"]}: {out["evalue"]}; pages do not show errors')
     forms = {form: ''.join(text) if isinstance(text, list) else text for form, text in out['data'].items()}
     if 'text/html' in forms:
         made = forms['text/html']
@@ -94,12 +94,12 @@ def output(
         return f'<img class="plot" alt="Figure {html.escape(name)}" src="data:image/png;base64,{data}">\n'
     if 'text/markdown' in forms: return markdown(forms['text/markdown'])
     shown = forms.get('text/plain', '')
-    shown = re.sub(r'\n(Name: .*, )?(Length: \d+, )?dtype: \w+$', '', shown) # Behind a series of pandas
+    shown = re.sub(r'\n(Name: .*, )?(Length: \d+, )?dtype: \w+$', '', shown) # After a series of pandas
     return '' if re.match(r'<(Figure size|Axes|IPython)', shown) else _plain(shown)
 
 
 def _plain(text) -> str:
-    "Printed text; what a bar overwrote is gone."
+    "Printed text, without text that a progress bar overwrote."
     lines = [line.rsplit('\r', 1)[-1] for line in _ESCAPES.sub('', ''.join(text)).split('\n')]
     shown = '\n'.join(lines).strip('\n')
     return f'<pre class="output">{html.escape(shown)}</pre>\n' if shown.strip() else ''

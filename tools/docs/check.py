@@ -1,4 +1,4 @@
-"What would disappoint a reader of the site: links to nothing, pages with two titles, directives that show."
+"Problems of the site: dead links, pages with two titles, visible directives."
 import html
 import os
 import re
@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
-# Elements that nothing closes
+# Elements without a closing tag
 _EMPTY = {'img', 'br', 'hr', 'meta', 'link', 'input', 'path', 'use', 'rect', 'circle', 'line', 'stop', 'col', 'image'}
 
 
@@ -55,9 +55,9 @@ _OBJECT = re.compile(r'<(?:Figure|Axes|IPython|pandas)|(?:Out|In)\s?\[\d+\]:')
 
 
 def problems(
-    folder: Path,                     # Of a site, or of a single page
-    names: Sequence[str] = (),        # Pages to look at, in the folder; none means all
-    elsewhere: Container[str] = (),   # Pages to which a link may lead though they are not there
+    folder: Path,                     # Folder of a site, or of a single page
+    names: Sequence[str] = (),        # Pages to check, in the folder; empty: all
+    elsewhere: Container[str] = (),   # Pages outside the folder to which links may lead
 ) -> list[str]:
     "One line for each problem."
     folder = folder.resolve()
@@ -86,7 +86,7 @@ def _parts_of(path: Path, changed: int) -> _Parts: return parts(path.read_text(e
 
 
 def _problem(path: Path, link: str, folder: Path, elsewhere: Container[str]) -> str:
-    "Why a link leads nowhere, empty where it does not."
+    "Reason why a link is dead; empty if it is not."
     if re.match('[a-z]+:|//', link): return ''
     place, _, fragment = unquote(link).partition('#')
     target = Path(os.path.normpath(path.parent/place)) if place else path

@@ -1,8 +1,8 @@
-"""Outputs of the notebooks, kept under a hash of their code and of the modules of the kit that they import.
+"""Outputs of the notebooks, cached under a hash of their code and of the modules of the kit that they import.
 
-The examples are executed in processes that each take many notebooks, as the tests do, the longest first: PyTorch is
-imported once for each of them. What Numba compiled for the tests serves here, too. Nothing is executed behind the last
-cell that shows something; benchmarks have their outputs in the file."""
+Like the tests, the examples are executed in a few processes, the longest first, each of which imports PyTorch once.
+Functions that Numba compiled for the tests are reused. Cells after the last one with an output are not executed;
+benchmarks have their outputs in the file."""
 import ast
 import atexit
 import hashlib
@@ -23,17 +23,17 @@ from b2t_kaggle.core.files import user_cache, write_whole
 from b2t_kaggle.devices.processes import end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-FORM = 2   # Of what is kept; another number when this file makes other outputs
-# The longest, which begin first, in seconds of processor time (November 2026, EPYC)
+FORM = 2   # Version of the cache; increase it when this file makes other outputs
+# The longest notebooks, which start first, in seconds of processor time (November 2026, EPYC)
 SECONDS = {'tensorflow/09_trainer': 65, 'tensorflow/02_ctc': 34, 'data/02_simulate': 28, 'tensorflow/08_evaluate': 19,
            '00_phonemes': 16, 'tensorflow/01_recurrence': 16, 'pytorch/models/03_triple_gru': 13,
            'guides/one_trial': 12,
            'guides/balancer_and_whiten': 10}
-# A process for each core computes with one thread. What TensorFlow compiles is small and runs once: LLVM need not
-# optimise it. What a notebook starts finds the package's code compiled
+# Each core has a process that computes with one thread. TensorFlow's programs are small and run once, so LLVM need not
+# optimise them. Processes that a notebook starts use compiled bytecode
 ENVIRONMENT = dict(OMP_NUM_THREADS='1', OMP_WAIT_POLICY='PASSIVE', TF_NUM_INTRAOP_THREADS='1', TF_CPP_MIN_LOG_LEVEL='2',
                    XLA_FLAGS='--xla_backend_optimization_level=0', PYTHONDONTWRITEBYTECODE='',
-                   IN_TEST='1')   # As the tests do
+                   IN_TEST='1')   # As in the tests
 
 
 def directives(code: str) -> set[str]: return set(re.findall(r'^#\|\s*(\w+)', code, re.MULTILINE))
@@ -115,7 +115,7 @@ def is_executed(path: Path, notebook: dict) -> bool:
 
 
 def _execute(path: Path) -> list[list[dict]]:
-    "The outputs of each cell up to the last that shows something; raises where an example fails."
+    "The outputs of each cell up to the last one with an output; raises an error if an example fails."
     import matplotlib
     matplotlib.rcParams.update({'svg.fonttype': 'none', 'savefig.transparent': True})
     from execnb.nbio import read_nb
@@ -126,21 +126,21 @@ def _execute(path: Path) -> list[list[dict]]:
     not_executed = [[] for _ in notebook.cells[last + 1:]]
     notebook.cells = notebook.cells[:last + 1]
     def left_out(cell): return bool(directives(cell.source) & {'bench', 'eval'}) if cell.cell_type == 'code' else True
-    # Numba keeps what notebooks compile in one folder for all of a user's processes, where functions of one would meet
-    # classes that another process has defined
+    # Numba caches functions of notebooks in one folder for all of a user's processes, where functions of one process
+    # would meet classes that another has defined
     with tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache):
         shell.run_all(notebook, exc_stop=True, preproc=left_out)
-    # The next notebooks need not hold what this one does, nor collect garbage for each shell when the process ends
+    # Free this notebook's objects, and do not collect garbage for each shell when the process ends
     shell.user_ns.clear()
     atexit.unregister(shell.atexit_operations)
     return [[dict(o) for o in cell.get('outputs', [])] for cell in notebook.cells] + not_executed
 
 
-def _processor_seconds() -> float: return sum(os.times()[:4])   # With those of processes that ended
+def _processor_seconds() -> float: return sum(os.times()[:4])   # Including child processes that ended
 
 
 def _work(path: Path) -> tuple[list[list[dict]], float]:
-    "The outputs, and the seconds of processor time that they took."
+    "The outputs of a notebook, and the processor time in seconds."
     os.chdir(path.parent)
     began = _processor_seconds()
     made = json.loads(json.dumps(_execute(path), default=str))
@@ -148,7 +148,7 @@ def _work(path: Path) -> tuple[list[list[dict]], float]:
 
 
 def outputs(paths: Iterable[Path], n_jobs: int, say=print) -> dict[Path, list[list[dict]]]:
-    "The outputs of each cell, by notebook: kept ones, and those that are executed now."
+    "The outputs of each cell, by notebook: from the cache, or executed now."
     folder = user_cache('site')
     folder.mkdir(parents=True, exist_ok=True)
     found, todo = {}, {}
@@ -171,9 +171,9 @@ def seconds_of(path: Path) -> int: return SECONDS.get(path.relative_to(ROOT/'nbs
 
 
 def _execute_all(todo: dict[Path, Path], found: dict[Path, list], n_jobs: int, say) -> list[str]:
-    "Execute notebooks in this order; keep the outputs of each under its file and in `found`; a line for each failure."
+    "Execute notebooks in this order; save the outputs in the cache and in `found`; a line for each failure."
     failed = []
-    os.environ.update(ENVIRONMENT)   # For the processes
+    os.environ.update(ENVIRONMENT)   # Inherited by the processes
     # No `max_tasks_per_child`: with it the pool stops when its processes end (Python 3.11 to 3.14, cpython#115634)
     with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn'), initializer=end_with_parent,
                              initargs=[os.getpid()]) as pool:

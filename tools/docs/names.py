@@ -1,5 +1,5 @@
-"""The public names of a module in the order in which a reader needs them: those of the front door, then by how many
-notebooks import them; a notebook grows, so of names that are used alike the later one comes first."""
+"""The public names of a module in the order in which a reader needs them: names that `b2t_kaggle` exports, then by the
+number of notebooks that import them. Of names with the same number the later one is first: notebooks build up to it."""
 import ast
 import html
 import json
@@ -14,7 +14,7 @@ from .api import card, comments, inline, public
 from .execute import ROOT, code_of, directives
 
 NBS = ROOT/'nbs'
-MOST = 3   # Names of a page that begin it
+MOST = 3   # Maximum number of names at the top of a page
 
 
 def module_of(notebook: dict) -> str | None:
@@ -35,7 +35,7 @@ def imported(code: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _doors() -> dict[str, str]:
-    "The module of each name of the front door."
+    "The module of each name that `b2t_kaggle` exports."
     code = (ROOT/'b2t_kaggle'/'__init__.pyi').read_text(encoding='utf-8')
     nodes = (n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ImportFrom) and n.module)
     return {name.name: n.module.removeprefix('b2t_kaggle.') for n in nodes
@@ -44,7 +44,7 @@ def _doors() -> dict[str, str]:
 
 @cache
 def uses() -> Counter[tuple[str, str]]:
-    "Number of notebooks that import each name of a module, the module's own left out."
+    "Number of notebooks that import each name of a module, without the module's own notebook."
     count: Counter[tuple[str, str]] = Counter()
     for path in sorted(NBS.rglob('*.ipynb')):
         if '.ipynb_checkpoints' in path.parts: continue
@@ -64,21 +64,21 @@ class Overview:
         self.names = sorted(reversed(self._nodes), key=lambda name: (not self._is_door(name), -self._uses(name)))
         self.first = self._first()
 
-    # A package that gathers the names of its modules is where programs import them from
+    # Programs import names from the package that gathers them
     def _places(self) -> set[str]: return {self.module, self.module.rpartition('.')[0]}
     def _is_door(self, name: str) -> bool: return _doors().get(name) in self._places()
     def _uses(self, name: str) -> int: return sum(uses()[place, name] for place in self._places())
 
     def _first(self) -> list[str]:
-        "The names whose cards begin the page: those of the front door, or the one that is used most and its equals."
+        "Names whose cards begin the page: those that `b2t_kaggle` exports, else the most used ones."
         if doors := [name for name in self.names if self._is_door(name)]: return doors
         most = self._uses(self.names[0]) if self.names else 0
         return [name for name in self.names[:MOST] if self._uses(name) >= max(most/2, 1)] or self.names[:1]
 
     def html(self,
-        link,   # From a name to its source
+        link,   # Function from a name to the link to its source
     ) -> str:
-        "Cards of the first names, a table of the others, and the heading of what follows."
+        "Cards of the first names, a table of the others, and the next heading."
         if not self.names: return ''
         made = '<h2 id="most-used">Most used</h2>\n'
         for name in self.first:
@@ -95,5 +95,5 @@ class Overview:
         return inline(re.split(r'(?<=[^.\d][.;:]) ', text, maxsplit=1)[0].rstrip(';:'))
 
     def note(self, name: str) -> str:
-        "Instead of a card that stands above."
+        "Link to a card further up, in place of the card."
         return f'<p class="above">↑ <a href="#{name}">{html.escape(name)}</a></p>\n'

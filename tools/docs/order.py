@@ -1,7 +1,7 @@
-"""The order in which a reader would choose the pages, from the first hour to the last module."""
+"""The pages in a reader's order, from the first hour to the last module."""
 from pathlib import Path
 
-# Title of a group, and its pages: notebooks, or folders, whose notebooks follow by their numbers
+# Title and pages of each group: notebooks, or folders, whose notebooks are ordered by number
 GROUPS = (
     ('Begin', ('index.ipynb', 'guides/tutorial.ipynb', 'guides/design.ipynb', 'guides/comparison.ipynb',
                'guides/beside_the_official_kit.ipynb', 'guides/coming_from_other_decoders.ipynb')),
