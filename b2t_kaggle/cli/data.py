@@ -62,7 +62,7 @@ def _config_for(verb: str, readable, config_, preset_: str | None, overrides: di
 @config_option()
 @set_option()
 def simulate(folder, preset_, config_, overrides):
-    "Simulate a participant's sessions into FOLDER, in the official format."
+    "Simulate a participant's sessions in FOLDER, as official HDF5."
     cfg = _config_for('simulate', STAGES['simulate'].config, config_, preset_, overrides)
     simulate_dataset(folder, **cfg.simulate.model_dump())
     echo(f'Wrote {folder}')
