@@ -284,8 +284,8 @@ def test_packages_that_do_not_do_for_xla(change, message, tmp_path):
 
 
 TF_TPU = {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'}
-NO_KERNELS = ('has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in an environment of its '
-              'own: pip install')
+NO_KERNELS = ('has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in a separate '
+              'environment: pip install')
 
 # simulated machine, packages (None: the machine's own), accelerator
 # -> kind, precision, devices, words of the reason; or words of the error
@@ -310,7 +310,7 @@ TENSORFLOW = {
         "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
     'variables and no TPU': (
         'variables without hardware', TF_TPU, 'auto',
-        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM indicates a TPU, but no device file')),
+        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM indicates a TPU, but there is no device file')),
     'the build for TPUs, on the processor': (
         'kaggle v5e-8', TF_TPU, 'cpu',
         ('cpu', 'float32', 1, 'tensorflow-tpu 2.20.0 compiles for TPUs only, so this is slow')),
@@ -330,7 +330,7 @@ TENSORFLOW = {
         'a GPU without bfloat16', None, 'auto', ('cpu', 'float32', 1, 'tensorflow-cpu 2.20.0 is built without CUDA')),
     'a build without CUDA, asked for': (
         'a GPU without bfloat16', None, 'cuda', 'TensorFlow finds no GPU (tensorflow-cpu 2.20.0)'),
-    'xla': ('GPUs', None, 'xla', 'TensorFlow compiles with XLA on every device: take auto, cpu, cuda or tpu'),
+    'xla': ('GPUs', None, 'xla', 'TensorFlow compiles with XLA on every device: use auto, cpu, cuda or tpu'),
     'what there is not': ('GPUs', None, 'gpu', "accelerator 'gpu' does not exist"),
 }
 

@@ -107,7 +107,7 @@ def text(site, name): return (site[0]/f'{name}.html').read_text()
 def test_what_shows_and_what_does_not(site):
     metrics = text(site, 'metrics/00_metrics')
     assert '<section class="name" id="word_error_rate">' in metrics
-    assert 'Texts, one for each trial' in metrics and '<i>returns</i>' in metrics
+    assert 'Texts, one per trial' in metrics and '<i>returns</i>' in metrics
     assert 'source/metrics/__init__.html#L' in metrics
     for hidden in ('default_exp', '#| ', 'from fastcore', '_count_each</b>'): assert hidden not in metrics, hidden
     benchmark = text(site, 'benchmarks/11_combination')
