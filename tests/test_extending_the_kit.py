@@ -1,14 +1,66 @@
-"""The pages 'Extending the kit' and 'Pretraining', done as they say, with notebooks in a copy of the checkout. The kit
-trains with a new augmentation, loss term and objective in every precision, and draws the curves."""
+"""The pages 'Extending the kit', 'Pretraining', 'Adding an encoder' and 'Adding a stage', done as they say: notebooks in
+one copy of the checkout. The kit trains with a new augmentation, loss term, objective and encoder, runs the new stage,
+and its tests pass."""
+import csv
 import json
 import sys
+from importlib.util import find_spec
 
+import jiwer
+import nbformat
+import numpy as np
 import pytest
 from checkouts import ROOT, cells_of_page, checkout_with, exported, run
+from test_pipeline import SMALL, sets
+
+from b2t_kaggle.pipeline.submission import validate_submission
 
 GUIDES = ROOT/'nbs'/'guides'
-MODULES = {'gain': ('extending_the_kit', 'augmentation'), 'smooth': ('extending_the_kit', 'loss'),
-           'masked': ('pretraining', 'pretraining')}
+# By module: its page, and the tag of its cells there
+ENCODERS = {'gain': ('extending_the_kit', 'augmentation'), 'smooth': ('extending_the_kit', 'loss'),
+            'masked': ('pretraining', 'pretraining'), 'conv': ('adding_an_encoder', 'encoder'),
+            'slow': ('adding_an_encoder', 'lengths')}
+
+# Below the cells that show an encoder of whole trials. It needs more than a hundred steps: its logits hardly move
+SLOW_ENCODER = """
+class SlowConfig(CentredConfig):
+    name: Literal['slow'] = 'slow'
+
+class Slow(Centred):
+    Config = SlowConfig
+    def encode(self, x, day_idx, n_bins): return 0.05*super().encode(x, day_idx, n_bins)
+"""
+SLOW_IMPORTS = 'from typing import Literal\nfrom b2t_kaggle.pytorch.models.conv import Conv, ConvConfig'
+
+
+def page(name, tag): return cells_of_page(GUIDES/f'{name}.ipynb', tag)
+
+
+def encoder_notebook(name):
+    cells = page(*ENCODERS[name])
+    if name == 'slow': cells = [SLOW_IMPORTS, *cells, SLOW_ENCODER]
+    return exported(f'pytorch.models.{name}', 'An encoder of our own.', *cells)
+
+
+def stage_notebook():
+    "The notebook that executes the stage."
+    def cells(tag):
+        sources = [source.removeprefix('#| eval: false\n') for source in page('adding_a_stage', tag)]
+        return [nbformat.v4.new_code_cell(source, metadata=dict(tags=[tag])) for source in sources]
+    about = nbformat.v4.new_markdown_cell('# Least risk\n\n> Sentences with the fewest expected word errors.')
+    raw = nbformat.v4.new_raw_cell('---\nskip_exec: true\n---')
+    return nbformat.v4.new_notebook(cells=[raw, about, *cells('parameters'), *cells('notebook')])
+
+
+@pytest.fixture(scope='module')
+def checkout(tmp_path_factory):
+    notebooks = {f'nbs/pytorch/models/{number:02}_{name}.ipynb': encoder_notebook(name)
+                 for number, name in enumerate(ENCODERS, 6)}
+    module = exported('pipeline.stages.risk', 'Sentences with the fewest expected word errors.',
+                      *page('adding_a_stage', 'stage'))
+    stage = {'nbs/pipeline/stages/16_risk.ipynb': module, 'nbs/stages/14_risk.ipynb': stage_notebook()}
+    return checkout_with(tmp_path_factory.mktemp('clone'), notebooks | stage)
+
 
 TRAIN = """
 import json, sys
@@ -42,14 +94,6 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope='module')
-def checkout(tmp_path_factory):
-    notebooks = {f'nbs/pytorch/models/{number:02}_{name}.ipynb':
-                 exported(f'pytorch.models.{name}', 'A GRU of our own.', *cells_of_page(GUIDES/f'{page}.ipynb', tag))
-                 for number, (name, (page, tag)) in enumerate(MODULES.items(), 6)}
-    return checkout_with(tmp_path_factory.mktemp('clone'), notebooks)
-
-
-@pytest.fixture(scope='module')
 def found(checkout, tmp_path_factory):
     done = run(checkout, sys.executable, '-c', TRAIN, tmp_path_factory.mktemp('toy'))
     return json.loads(done.stdout.splitlines()[-1])
@@ -77,21 +121,107 @@ def test_the_pretraining_fits_in_80_lines():
     assert len(cells_of_page(GUIDES/'pretraining.ipynb', 'pretraining')[0].splitlines()) < 80
 
 
-def test_a_run_trains_with_it(checkout, tmp_path):
-    code = """
-import sys
+def least_risk(hyps):
+    "The sentence with the fewest expected word errors, by jiwer, and its risk."
+    totals = np.array([h['total'] for h in hyps])
+    p = np.exp(totals - np.logaddexp.reduce(totals))
+    def errors(reference, text):
+        if not reference: return len(text.split())
+        counts = jiwer.process_words(reference, text)
+        return counts.substitutions + counts.deletions + counts.insertions
+    risks = [sum(q*errors(other['text'], own['text']) for q, other in zip(p, hyps)) for own in hyps]
+    best = int(np.argmin(np.round(risks, 9)))
+    return hyps[best]['text'], risks[best]
+
+
+RUN = """
+import json, sys
 sys.path.insert(0, 'tests')
-from test_pipeline import SMALL, cli, sets, stages_here
-with stages_here(): cli.main([*sys.argv[1:], *sets(SMALL)], standalone_mode=False)
+from test_pipeline import cli, stages_here
+for line in map(json.loads, sys.argv[1:]):
+    with stages_here() as names: cli.main(line, standalone_mode=False)
+    print('executed', *names)
 """
-    folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'small']
-    run(checkout, sys.executable, '-c', code, 'run', *folders, '--set', 'model.name=smooth')
-    assert (tmp_path/'small'/'submission.csv').exists()
-    header = (tmp_path/'small'/'train'/'history.csv').read_text().splitlines()[0].split(',')
+
+
+def b2t(root, *lines):
+    "Stages executed by each command; one process runs all. That a stage may have its own is tested in test_pipeline."
+    lines = [json.dumps(list(map(str, line))) for line in lines]
+    printed = run(root, sys.executable, '-c', RUN, *lines).stdout.splitlines()
+    return [line.split()[1:] for line in printed if line.startswith('executed')]
+
+
+@pytest.fixture(scope='module')
+def runs(checkout, tmp_path_factory):
+    "A run with the new loss term, one with the new encoder, and what each command executed."
+    folder = tmp_path_factory.mktemp('runs')
+    shared = ['--out', folder, '--work', folder/'data']
+    # The word score makes sentences of more than one word, whose risks differ
+    smooth = [*shared, '--name', 'smooth', *sets(SMALL | {'model.name': 'smooth', 'decode.word_score': 6})]
+    others = {k: v for k, v in SMALL.items() if not k.startswith('model.')}
+    conv = [*shared, '--name', 'conv', *sets(others | {'model.name': 'conv', 'model.n_channels': 16})]
+    return folder, b2t(checkout, ['run', *smooth], ['risk', *smooth], ['submit', *smooth, '--force', 'risk'],
+                       ['run', *conv])
+
+
+def test_a_stage_runs_and_its_sentences_are_submitted(runs):
+    folder, (executed, again, forced, _) = runs
+    assert executed == 'simulate check pack train infer lm decode risk submit report'.split()
+    assert again == [] and forced == ['risk', 'submit'] # The verb exists, and skips a finished stage
+    def lists(name): return [json.loads(line) for line in (folder/'smooth'/name).read_text().splitlines()]
+    searched, ranked = lists('nbest_test.jsonl'), lists('risk_test.jsonl')
+    submitted = [row['text'] for row in csv.DictReader((folder/'smooth'/'submission.csv').open())]
+    expected = [least_risk(hyps) for hyps in searched]
+    assert submitted == [text for text, _ in expected] == [hyps[0]['text'] for hyps in ranked]
+    assert [hyps[0]['total'] for hyps in ranked] == pytest.approx([-risk for _, risk in expected])
+    for before, after in zip(searched, ranked):
+        assert sorted(h['text'] for h in before) == sorted(h['text'] for h in after)
+    assert submitted != [hyps[0]['text'] for hyps in searched], 'the stage changed no sentence'
+    assert (folder/'smooth'/'hypotheses'/'risk_test.jsonl').exists()
+
+
+def test_a_run_has_the_curves_of_a_loss_term(runs):
+    header = (runs[0]/'smooth'/'train'/'history.csv').read_text().splitlines()[0].split(',')
     assert {'change', 'val_change'} <= set(header)
 
 
-def test_encoders_are_tested_by_being_there(checkout):
-    done = run(checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_encoders.py',
-               'tests/test_triple_gru.py', 'tests/test_house.py', '-k', 'gain or smooth or house')
-    assert 'passed' in done.stdout and 'failed' not in done.stdout
+def test_an_encoder_trains_and_decodes(runs):
+    folder, (*_, executed) = runs
+    assert executed == 'train infer lm decode risk submit report'.split() # The sessions are shared
+    validate_submission(folder/'conv'/'submission.csv', expected=4)
+    stamp = json.loads((folder/'conv'/'stages'/'train.json').read_text())
+    assert stamp['metrics']['steps'] == 6
+
+
+def test_an_encoder_has_its_keys_and_tensorflow_refuses_it_in_one_line(checkout):
+    code = ("from b2t_kaggle.cli.command import main\nmain(['keys', 'model.'], standalone_mode=False)\n"
+            "print('end of keys')\n")
+    if find_spec('tensorflow'): code += (
+        "from b2t_kaggle.config import load_config, ConfigError\nfrom b2t_kaggle.tensorflow.models import build_model\n"
+        "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)")
+    keys, refusal = run(checkout, sys.executable, '-c', code).stdout.split('end of keys\n')
+    assert 'model.n_channels' in keys and 'conv, slow: Channels of the hidden layer.' in keys
+    expected = 'model.name = conv: TensorFlow has no such encoder, it has gru, transformer, triple_gru\n'
+    assert refusal == (expected if find_spec('tensorflow') else '')
+
+
+def test_the_tests_of_stages_and_their_growth_pass(checkout):
+    tests = ['tests/test_stages.py', 'tests/test_growth.py', 'tests/test_house.py', 'nbs/pipeline/03_stages.ipynb',
+             'nbs/pipeline/stages']
+    run(checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *tests)
+
+
+def test_encoders_are_tested_without_further_files(checkout):
+    "`-k conv`, as the page says, finds the tests that run over the registry; files of other tests are left out here."
+    others = ['--ignore-glob', 'tests/test_[!e]*', *(f'--ignore=tests/{f}' for f in ('faults', 'tf', 'xla'))]
+    tests = sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_triple_gru.py', 'tests', *others
+    done = run(checkout, *tests, '-k', 'conv or slow or gain or smooth')
+    assert '42 passed' in done.stdout, done.stdout[-500:]
+
+
+@pytest.mark.parametrize('word, finds', [('conv', True), ('bootstrap', False)])
+def test_an_encoders_name_finds_the_tests_on_xla(checkout, word, finds):
+    "Which `./kit test -k WORD` would run in an environment of their own."
+    plan = run(checkout, 'bash', '-c', 'make_env() { echo "environment ${1:-}"; }; pytest_some() { echo "run $*"; };'
+               f'eval "$(sed -n \'/^test_some() {{/,/^}}/p\' kit)"; test_some -k {word}').stdout
+    assert ('run tests/xla' in plan) == finds and 'run nbs tests --ignore tests/xla' in plan
