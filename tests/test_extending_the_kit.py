@@ -1,6 +1,6 @@
-"""The pages 'Extending the kit', 'Pretraining', 'Adding an encoder' and 'Adding a stage', done as they say: notebooks in
-one copy of the checkout. The kit trains with a new augmentation, loss term, objective and encoder, runs the new stage,
-and its tests pass."""
+"""Follow the pages 'Extending the kit', 'Pretraining', 'Adding an encoder' and 'Adding a stage' in one copy of the
+checkout: the kit trains with the new augmentation, loss term, objective and encoder, runs the new stage, and its tests
+pass."""
 import csv
 import json
 import sys
