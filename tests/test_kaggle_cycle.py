@@ -178,7 +178,7 @@ def test_an_llm_that_needs_several_runtimes(kaggle, b2t):
     kaggle.files[first] = kaggle.files[second] = ranked(metrics=dict(not_rescored=900), finished=False)
     line = (*LINE, '--llm', LLM)
     status, output = b2t(*line)
-    assert status == 1 and 'got no further than the part before' in output and not kaggle.submissions, output
+    assert status == 1 and 'got no further than the previous part' in output and not kaggle.submissions, output
     kaggle.files[second] = ranked(metrics={}, finished=True)
     assert b2t(*line, '--retry')[0] == 0
     assert kaggle.kernels[second][-1]['body']['kernelDataSources'] == [PARTS[1], first]
@@ -247,7 +247,7 @@ def test_the_quota(kaggle, b2t):
     "Too few hours are no hours; some are used."
     kaggle.hours_used['gpu'] = 29.5
     status, output = b2t(*LINE)
-    assert status == 1 and '0.5 hours of GPU are left this week, and there are new ones 28 November' in output
+    assert status == 1 and '0.5 hours of GPU are left this week; the quota is renewed 28 November' in output
     assert not kaggle.kernels
     kaggle.hours_used['gpu'] = 25
     assert b2t(*LINE)[0] == 0
@@ -299,7 +299,7 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'has no stages/train.json'),
     (PARTS[0], {k: v for k, v in output_of(1).items() if 'best' not in k}, 'has no model'),
     (PARTS[0], output_of(1) | {'run/config.yaml': 'data:\n  dataset_dir: null\n'}, 'was trained on a simulation'),
-    (PARTS[1], output_of(60_000), 'has 60,000 batches like the previous part'),
+    (PARTS[1], output_of(60_000), 'has 60,000 batches, no more than the previous part'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'has no run/stages/submit.json'),
     (PARTS[2], BROKEN, "differs from the run's"),
     (PARTS[2], SHORT, 'found 1 rows, expected 2'),
@@ -419,8 +419,8 @@ def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
     "Such as those of a try: its notebooks are not pushed again."
     assert b2t(*LINE, '--set', 'train.num_training_batches=2000')[0] == 0
     status, output = b2t(*LINE)
-    assert status == 1 and "is the cycle with overrides {'train.num_training_batches': '2000'}" in output, output
-    assert 'give it another --id' in output
+    assert status == 1 and "belongs to a cycle with overrides {'train.num_training_batches': '2000'}" in output, output
+    assert 'use another --id' in output
 
 
 def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch):
@@ -428,7 +428,7 @@ def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch)
         if PARTS[0] in kaggle.kernels: raise Ended(signal.SIGINT)
     monkeypatch.setattr('time.sleep', interrupt)
     status, output = b2t(*LINE)
-    assert status == 130 and 'Notebooks that were pushed continue on Kaggle. Continue with:\n  ' in output, output
+    assert status == 130 and 'Pushed notebooks continue on Kaggle. Continue with:\n  ' in output, output
 
 
 def test_who_may_not(kaggle, b2t, monkeypatch):
@@ -482,14 +482,14 @@ def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
     (tmp_path/'file').touch()
     done = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'kaggle', *LINE], capture_output=True, text=True,
                           env=os.environ | {'HOME': str(tmp_path/'file'), 'PYTHONPATH': os.pathsep.join(sys.path)})
-    assert done.returncode == 1 and 'KAGGLE_CONFIG_DIR names another' in done.stderr, done.stderr
+    assert done.returncode == 1 and 'set KAGGLE_CONFIG_DIR to another' in done.stderr, done.stderr
 
 
 def test_another_cycle_does_not_take_its_place(kaggle, b2t):
     assert b2t(*LINE)[0] == 0
     n = len(kaggle.asked)
     status, output = b2t(*LINE, '--preset', 'official', '--id', NAME)
-    assert status == 1 and "is the cycle with preset 'transformer', this one has 'official'" in output
+    assert status == 1 and "belongs to a cycle with preset 'transformer', not 'official'" in output
     assert kaggle.names()[n:] == []
 
 
