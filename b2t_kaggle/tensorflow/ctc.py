@@ -6,7 +6,7 @@
 __all__ = ['alignment', 'ctc_loss']
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c003
-from .layers import tf  # its error says what to install if it is missing
+from .layers import tf  # its error message says what to install
 from .recurrence import scan
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c011
@@ -39,7 +39,7 @@ def alignment(log_probs: tf.Tensor, states: tf.Tensor, frames: tf.Tensor,
     has_frames = tf.stack([has_frame, tf.reverse(has_frame, [0])], 1)
     classes = tf.stack([states, tf.reverse(states, [1])])
     skip = log_of(classes != tf.pad(classes, [[0, 0], [0, 0], [2, 0]])[..., :-2])
-    # as if a frame before the first were in the first state
+    # start in the first state, one frame before the first
     start = tf.stack([log_of(tf.broadcast_to(state_idx == 0, shape)), tf.reverse(log_of(state_idx == last), [1])])
 
     def step(carry, x):

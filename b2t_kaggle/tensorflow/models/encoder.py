@@ -18,7 +18,7 @@ from ...training.checkpoints import misfits
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c006
 def check_batch(x: tf.Tensor, day_idx, cfg: EncoderConfig) -> tf.Tensor:
-    "Days as a tensor `[B]`. Raises `ValueError` for features and days that do not fit, or bins too few for a frame."
+    "Days as a tensor `[B]`. Raises `ValueError` for unsuitable features or days, or too few bins for a frame."
     day_idx = tf.convert_to_tensor(day_idx)
     is_batch = x.shape.rank == 3 and None not in x.shape[1:] and x.shape[2] == cfg.neural_dim
     if not is_batch or not day_idx.shape.is_compatible_with(x.shape[:1]) or not day_idx.dtype.is_integer:
@@ -31,7 +31,7 @@ def check_batch(x: tf.Tensor, day_idx, cfg: EncoderConfig) -> tf.Tensor:
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c009
 def mask_padding(x: tf.Tensor, n_bins: tf.Tensor | None) -> tf.Tensor:
-    "Zeros beyond the end of each trial, `[B, T, F]`."
+    "Zero the bins after each trial's end, `[B, T, F]`."
     if n_bins is None: return x
     inside = tf.sequence_mask(n_bins, x.shape[1])
     return tf.where(inside[..., None], x, tf.zeros((), x.dtype))
@@ -50,7 +50,7 @@ def variables_by_attribute(layer: keras.layers.Layer, prefix: str = '') -> dict[
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c015
 class NamedModel(keras.Model):
-    "A model whose variables have names, and whose weights go to PyTorch and back."
+    "A model with named variables, whose weights can be converted to PyTorch's and back."
     def named_variables(self) -> dict[str, keras.Variable]:
         "All variables `[…]` by name."
         return variables_by_attribute(self)
@@ -76,7 +76,7 @@ class NamedModel(keras.Model):
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c019
 class Encoder(NamedModel):
-    "Features to logits. Derive from it, set `Config`, make variables in the constructor, write `encode`."
+    "Features to logits. Base class: set `Config`, create variables in the constructor, implement `encode`."
     Config: ClassVar[type[EncoderConfig]]
     changing_args: ClassVar[tuple[str, ...]] = () # Names in `training_args` whose value changes in each step
 
@@ -94,12 +94,12 @@ class Encoder(NamedModel):
     def call(self,
         x: tf.Tensor,                    # Features `[B, T, F]`, smoothed
         day_idx: tf.Tensor,              # Day of each trial `[B]`, whole numbers
-        n_bins: tf.Tensor | None = None, # Bins of each trial `[B]`; None means T
+        n_bins: tf.Tensor | None = None, # Bins of each trial `[B]`; None: T
         training: bool = False,          # Whether there is dropout
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`, for dropout
-        **training_args,                 # Result of `training_args`, in a training step
+        **training_args,                 # Arguments from `training_args`, in a training step
     ) -> Any:
-        "Logits `[B, T', K]` of `encode`, with zeros after each trial. Raises `ValueError` as `check_batch` does."
+        "Logits `[B, T', K]` of `encode`, with zeros after each trial. Raises `ValueError` from `check_batch`."
         day_idx = check_batch(x, day_idx, self.cfg)
         lengths = tf.fill(tf.shape(x)[:1], x.shape[1]) if n_bins is None else tf.convert_to_tensor(n_bins)
         return self.encode(mask_padding(x, n_bins), day_idx, lengths, training=training, seeds=seeds, **training_args)
@@ -166,12 +166,12 @@ class Frontend(Encoder):
         training: bool = False, # Whether there is dropout
         seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
     ) -> tf.Tensor:
-        """Patches of features after their day's layer `[B, T', I]`, in the type of the products.
-        Raises `ValueError` as `check_batch` and `dropout` do."""
+        """Patches of features after their day's layer `[B, T', I]`, in the compute dtype.
+        Raises `ValueError` from `check_batch` and `dropout`."""
         cfg = self.cfg
         day_idx = check_batch(x, day_idx, cfg)
         x = day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)
-        x = tf.cast(tf.nn.softsign(tf.cast(x, tf.float32)), x.dtype)  # GPUs have none in bfloat16
+        x = tf.cast(tf.nn.softsign(tf.cast(x, tf.float32)), x.dtype)  # GPUs lack it in bfloat16
         if training: x = dropout(x, cfg.input_dropout, seeds, site=100)
         return sliced_windows(x, cfg.patch_size, cfg.patch_stride) if cfg.patch_size else x
 
