@@ -150,7 +150,7 @@ def test_a_scale_that_does_not_help_ends_the_run(stores, tmp_path, monkeypatch):
         t.model.out.bias.grad[0] = math.inf
         return losses
     monkeypatch.setattr(Trainer, 'add_gradients', spoilt)
-    message = ('batch 16: gradients overflow in float16, with the loss scaled by 0.5 too; 17 of 17 steps were skipped. '
+    message = ('batch 16: gradients overflow in float16, even with a loss scale of 0.5; 17 of 17 steps were skipped. '
                'Set train.precision=float32')
     with pytest.raises(TrainingError, match=message):
         train(*stores, config(precision='float16'), tmp_path, progress=False)

@@ -31,7 +31,7 @@ class Budget:
     def note(self, kind: str, seconds: float) -> None:
         "Record the duration of a `step`, `validate` or `save`."
         last = self.last.setdefault(kind, deque(maxlen=9))
-        if self.calls[kind] == 1: last.clear()  # the first call, with its warm-up, counts only until the second
+        if self.calls[kind] == 1: last.clear()  # the first call includes a warm-up, so the second replaces it
         last.append(seconds)
         self.calls[kind] += 1
 

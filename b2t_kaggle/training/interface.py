@@ -52,7 +52,7 @@ class StepResult:
 
     @property
     def terms(self) -> dict[str, np.ndarray]:
-        "Values with curves of their own: terms of the losses `[B]`, and norms `[1]` of parts of the gradient."
+        "Values with separate curves: terms of the losses `[B]`, and norms `[1]` of parts of the gradient."
         return {k: v for k, v in self.values.items() if k not in ('loss', 'grad_norm')}
 
     @property
@@ -63,14 +63,14 @@ class StepResult:
 # %% ../../nbs/training/05_interface.ipynb #c007
 class Trainer:
     "A model in training and its progress; each framework derives its own."
-    framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
+    framework: str            # `pytorch` or `tensorflow`, for the checkpoints' names
     is_main_process = True
     sync_every = 1            # Steps between checks of results, for which the host waits
     device = ''               # Name of the device
     trials_on_device = False  # Whether the device's memory holds the training trials
     scaler: Any = None        # Scaler of the loss in float16, with the methods of `torch.amp.GradScaler`
-    step = 0                  # Steps that are done
-    n_skipped = 0             # Steps that a scaler left out
+    step = 0                  # Number of finished steps
+    n_skipped = 0             # Steps skipped by the scaler
     seconds = 0.              # Training time so far, over all parts of the run
     current = ''              # `validating` during a validation, for errors about full memory
 
@@ -107,7 +107,7 @@ class Trainer:
         raise NotImplementedError
 
     def n_parameters(self) -> int:
-        "Numbers in the weights of the model."
+        "Number of weights of the model."
         raise NotImplementedError
 
     def save_best(self, path: Path) -> None: "Write the model alone."
@@ -172,7 +172,7 @@ def _check_state(self: Trainer, state: dict, path: Path) -> None:
 
 @patch
 def restore(self: Trainer, state: dict, path: Path) -> None:
-    "Continue from a checkpoint, before its weights are used. Raises `TrainingError` if it belongs to another run."
+    "Restore a checkpoint's progress before its weights. Raises `TrainingError` if it belongs to another run."
     self._check_state(state, path)
     self.step = state['step']
     self.seconds = state['seconds']
@@ -187,7 +187,7 @@ def restore(self: Trainer, state: dict, path: Path) -> None:
 @patch
 def start_from(self: Trainer,
     weights: dict[str, np.ndarray], # Weights of this run's model by name `[…]`; changed in place
-    model,                          # This run's encoder, whose `is_per_day` names the weights with a row per day
+    model,                          # This run's encoder; its `is_per_day` selects weights with a row per day
     load: Callable[[Path, str], tuple[dict[str, np.ndarray], Config]], # The framework's `load_weights`
 ) -> None:
     "Take initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for another shape."
@@ -198,12 +198,12 @@ def start_from(self: Trainer,
     unused = [name for name in trained if name not in weights]
     if unused[4:]: unused[4:] = [f'and {len(unused) - 4} more']
     if unused and self.is_main_process:
-        print(f'{path}: the model of this run has no place for {", ".join(unused)}; not taken')
+        print(f'{path}: the model of this run has no weights {", ".join(unused)}; ignored')
 
 # %% ../../nbs/training/05_interface.ipynb #c020
 @patch
 def check_finite(self: Trainer, result: StepResult) -> None:
-    """Raises `TrainingError` for a loss or gradient that is not a number, and names its trials. Losses are reported
+    """Raises `TrainingError` for a non-finite loss or gradient, and names its trials. Losses are reported
     before gradients; the gradient of a skipped step is allowed."""
     report = None
     bad = ~np.isfinite(result.losses)
