@@ -160,7 +160,7 @@ def test_two_starts_in_one_folder(tmp_path):
     wait_for(lambda: seen.exists() and 'lm' in seen.read_text())
     other = works(tmp_path, 8)
     said = other.communicate()[1]
-    assert other.returncode == 1 and f'is being worked on (process {first.pid} of' in said and first.poll() is None
+    assert other.returncode == 1 and f'is in use (process {first.pid} of' in said and first.poll() is None
     Run(tmp_path/'run', tmp_path/'work', {'decode.beam': 9}) # Writes config.yaml
     (tmp_path/'go').touch()
     said = first.communicate()[1]

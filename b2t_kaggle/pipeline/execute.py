@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c006
 class Interrupted(Ended):
-    "A run that was asked to stop; the message says in which stage, and what was saved."
+    "A run was stopped by a signal; the message names the stage and lists what was saved."
 
 class _Stop(Exception):
-    "Keeps papermill from executing another cell."
+    "Raised so that papermill executes no further cell."
 
 @contextmanager
 def _forwarded_interrupt(manager: Any) -> Iterator[tuple[dict, list]]:
@@ -68,12 +68,12 @@ def _forwarded_interrupt(manager: Any) -> Iterator[tuple[dict, list]]:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c010
 def kernel_manager() -> type['AsyncKernelManager']:
-    "Jupyter's manager of kernels in this Python, which end with this process."
+    "Jupyter's kernel manager for kernels that run in this Python and end with this process."
     from jupyter_client.connect import port_names
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
     command = own_python('from ipykernel.kernelapp import launch_new_instance; launch_new_instance()')
-    local = dict(kernel_provisioner=dict(provisioner_name='local-provisioner')) # A process of this machine
+    local = dict(kernel_provisioner=dict(provisioner_name='local-provisioner')) # A local process
     spec = KernelSpec(argv=[*command, '-f', '{connection_file}'], display_name='Python 3', language='python',
                       metadata=local)
 
@@ -83,7 +83,7 @@ def kernel_manager() -> type['AsyncKernelManager']:
 
         async def _async_pre_start_kernel(self, **options):
             if sys.platform == 'linux' and self.transport == 'tcp' and not self.shell_port:
-                self.cache_ports = False # Jupyter does not choose them
+                self.cache_ports = False # Jupyter must not choose ports
                 for name in port_names:
                     bound = socket.socket()
                     weakref.finalize(self, bound.close)
@@ -100,7 +100,7 @@ def _set_variables() -> None:
     set_home_variables()
     # Two processes that wait for each other by spinning halve each other's speed on shared cores
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up messages help no one
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # No start-up messages of TensorFlow
     os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets
 
 def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
@@ -111,10 +111,10 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     kind, message = getattr(error, 'ename', type(error).__name__), getattr(error, 'evalue', str(error))
     text = f'{kind}: {message}'
     if isinstance(error, DeadKernelError) or 'died before replying' in text: # jupyter_client's words
-        end = (': its process was killed, most likely for want of memory; smaller batches (data.batch_size, '
+        end = (': its process was killed, most likely by a lack of memory; smaller batches (data.batch_size, '
                f'data.eval_batch_size) need less. The record is in {out}')
     elif limit := reached_limit(text): end = f': {limit} ({text}). {remains}'
-    elif isinstance(error, OSError): # papermill writes the record after each cell
+    elif isinstance(error, OSError): # papermill writes the notebook after each cell
         end = f': {write_error(error, out, out) or error}. {remains}'
     elif not isinstance(error, PapermillExecutionError): return error
     elif kind in ('WriteError', 'ChangedError'): end = f': {message}. {remains}; the record is in {out}'
@@ -123,28 +123,28 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
 
 def execute(run: Run, name: str) -> None:
     "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` after a stop signal."
-    if type(STAGES.get(name)).__module__.startswith('b2t_plugin_'): # It has no notebook
+    if type(STAGES.get(name)).__module__.startswith('b2t_plugin_'): # No notebook
         run_stage(name, run.dir, run.work, run.unsaved())
         return
     import papermill as pm
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
     out.parent.mkdir(parents=True, exist_ok=True)
-    # papermill writes in place, but a variant shares the file (`stamps.branch`); numbers may have been others
+    # papermill writes in place, but a variant shares the file (`stamps.branch`), whose number may have been different
     for path in out.parent.glob(f'[0-9]*_{name}.ipynb'): path.unlink()
     _set_variables()
-    # papermill formats both paths with the parameters
+    # papermill applies `str.format` to both paths
     paths = [str(p).replace('{', '{{').replace('}', '}}') for p in (source, out)]
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
     # No warning about unencrypted loopback at every stage, and no message when jupyter ends a kernel. Output of a
-    # stage's processes reaches the terminal by itself; ipykernel would repeat it
+    # stage's processes reaches the terminal anyway; ipykernel would repeat it
     quiet = ['--IPKernelApp.log_level=50', '--IPKernelApp.capture_fd_output=False']
     error: BaseException | None = None
     with _forwarded_interrupt(kernel_manager()) as (options, received):
         try:
             pm.execute_notebook(*paths, parameters, kernel_name='python3', progress_bar=False,
                                 stderr_file=sys.stderr, coalesce_streams=True, extra_arguments=quiet,
-                                shutdown_kernel='immediate', **options) # Results are in files by then
+                                shutdown_kernel='immediate', **options) # All results are in files
         except (Exception, KeyboardInterrupt) as e: error = e
     number = received[0] if received else signal.SIGINT
     if error is None and received: raise Interrupted(number, f'Interrupted when the stage {name} was done.')
@@ -175,7 +175,7 @@ def _run_if_stale(stage: StageRun, forced: bool) -> str:
         except PipelineError:
             run.check_unchanged(name)
             raise
-        run.save() # The kernel knows the values, but not the origin of the run
+        run.save() # The kernel got the values, but not the run's origin
     return status
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c024
@@ -193,7 +193,7 @@ def _run_lock(run: Run) -> Lock:
     lock.path.parent.mkdir(parents=True, exist_ok=True)
     try: lock.acquire(1)
     except LockedError as e:
-        raise PipelineError(f'{run.dir} is being worked on ({e.holder}); wait until that is over, or use another '
+        raise PipelineError(f'{run.dir} is in use ({e.holder}); wait until that process ends, or use another '
                             '--name') from None
     return lock
 
@@ -213,8 +213,8 @@ def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection
 
 def check_stages(
     run: Run,
-    until: str | None = None,   # Last stage; None means all
-    force: Iterable[str] = (),  # Stages to do again even if they are done
+    until: str | None = None,   # Last stage; None: all
+    force: Iterable[str] = (),  # Stages to repeat even if they are done
     done: Collection[str] = (), # Stages whose results the run will be given
 ) -> set[str]:
     """Stages that have to run.
@@ -224,13 +224,13 @@ def check_stages(
     stage to force."""
     names = plan(run.cfg, until)
     if wrong := sorted(set(force) - set(names)):
-        raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
+        raise PipelineError(f'--force {wrong[0]}: this command does not include that stage; it runs {", ".join(names)}')
     pending = _pending({name: StageRun(run, name) for name in names}, force, done)
     if pending: run.check_plugin()
     kind = detect().kind
     names = [name for name in names if name in pending]
     for name in names: STAGES[name].check(run.cfg, kind)
-    for name in names: run.marks(name) # Files that the configuration names
+    for name in names: run.marks(name) # Hash the configuration's files
     return pending
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c033

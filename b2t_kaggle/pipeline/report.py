@@ -132,7 +132,7 @@ def example_trials(results: pd.DataFrame, n: int = 5) -> str:
 def _trial(row: pd.Series, errors: ErrorCounts) -> str:
     words, hypothesis = (normalize_sentence(t).split() for t in (row.reference, row.text))
     sure = row.get('confidences') or []
-    if len(sure) != len(hypothesis): sure = [] # Normalising may join or divide words
+    if len(sure) != len(hypothesis): sure = [] # Normalising may join or split words
     facts = [f'{errors.edits} of {errors.length} words']
     if 'block' in row: facts.insert(0, f'block {row.block}')
     if 'session' in row: facts.insert(0, str(row.session))
@@ -164,7 +164,7 @@ def _shown(value) -> str:
     return f'{value:,}' if isinstance(value, int) else str(value)
 
 def timings(stamps: Mapping[str, Mapping], mark: str = '') -> str:
-    "Seconds and metrics of each stage, by their stamps."
+    "Seconds and metrics of each stage, from its stamp."
     seconds = {name: stamp.get('seconds', 0) for name, stamp in stamps.items()}
     most = max([*seconds.values(), 1e-9])
     rows = [{'stage': name, 'time': Html(f'{duration(seconds[name])}{_bar(seconds[name], most)}'),
@@ -205,7 +205,7 @@ def configuration(cfg: Config, name: str) -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c030
 def provenance(facts: Mapping[str, str], stamps: Mapping[str, Mapping]) -> str:
-    "Version, dates and other facts."
+    "Table of the version, dates and other facts."
     dates = [datetime.fromtimestamp(stamp['made'], timezone.utc).strftime('%Y-%m-%d %H:%M UTC')
              for stamp in stamps.values() if 'made' in stamp]
     rows = {'kit': f'b2t_kaggle {b2t_kaggle.__version__}'}
@@ -221,7 +221,7 @@ def curves(run, stamps: Mapping[str, Mapping]) -> str:
 
 # %% ../../nbs/pipeline/05_report.ipynb #c035
 def report_page(sections: Mapping[str, str], name: str) -> str:
-    "One self-contained HTML page of pieces by heading; the first piece may have no heading."
+    "A self-contained HTML page of sections by heading; the first heading may be empty."
     body = [f'<h2>{html.escape(title)}</h2>\n{made}' if title else made for title, made in sections.items() if made]
     head = f'<h1>{html.escape(name)}</h1>\n<blockquote><p>The results of this run on one page.</p></blockquote>'
     return page(f'{name} · b2t_kaggle', '\n'.join(['<main>', head, *body, '</main>']))

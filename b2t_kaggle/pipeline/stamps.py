@@ -68,7 +68,7 @@ class StageRun:
 
     @property
     def id(self) -> str:
-        "Name of the last execution's outputs; shared ones are named by their key, so they may be rebuilt."
+        "Hash of the last execution's outputs; shared outputs keep it if they are rebuilt."
         stamp = self.stamp
         if STAGES[self.name].shared: return short_hash([self.run.key(self.name), stamp.get('finished', True)])
         return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
@@ -147,12 +147,12 @@ def _clear_leftovers(self: StageRun) -> None:
     work = self.run.work
     for folder in (self.run.dir, work/'stages', *work.glob('simulated-*'), *work.glob('packed-*')):
         clear_leftovers(folder, within=True)
-    for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Whole environments are also there
+    for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Also has whole environments
 
 @patch
 def finish(self: StageRun,
     outputs: Iterable[Path],     # Files that the stage wrote
-    metrics: dict | None = None, # Figures for the report and the closing table
+    metrics: dict | None = None, # Metrics for the report and the final table
     finished: bool = True,       # False if it stopped early, so that the next run continues it
 ) -> None:
     "Stamp the stage. Raises `PipelineError` if a file that it or an earlier stage read changed."
@@ -163,11 +163,11 @@ def finish(self: StageRun,
 
 @patch
 def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = None, finished: bool = False) -> None:
-    "Stamp the stage as one that stopped early, while it continues: if it is killed, the next run resumes it."
+    "Stamp the running stage as stopped early: if it is killed, the next run resumes it."
     outputs = list(outputs)
     if gone := [p for p in outputs if not p.is_file()]:
-        raise PipelineError(f'stage {self.name}: {gone[0]} is gone before it could be stamped; make sure that no '
-                            f'one removes it, and do the stage again with `b2t {self.name} --force {self.name}`')
+        raise PipelineError(f'stage {self.name}: {gone[0]} disappeared before it was stamped; make sure that no '
+                            f'one removes it, and repeat the stage with `b2t {self.name} --force {self.name}`')
     marks = {os.path.relpath(p, self.home): mark for p, mark in content_fingerprints(outputs).items()}
     if foreign := [p for p in marks if p.startswith('..')]:
         raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only the files '
@@ -180,7 +180,7 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
 # %% ../../nbs/pipeline/08_stamps.ipynb #c010
 @patch
 def discard(self: StageRun) -> None:
-    "Forget that the stage was done, and the training if it began with it."
+    "Forget that the stage was done, and a training that reads its outputs."
     self._remove_results()
     self.stamp_path.unlink(missing_ok=True)
     for name in plan(self.run.cfg) if STAGES[self.name].continues else ():
@@ -206,7 +206,7 @@ def stages_in_common(run: Run, source: Run) -> list[str]:
     return done
 
 def branch(run: Run, source: Run, done: Iterable[str]) -> None:
-    "Give a variant its source's results: of these stages from `stages_in_common`, and models to train further."
+    "Link results of the source into a variant: of these stages (`stages_in_common`), and models to train further."
     for name in (n for n in plan(run.cfg) if STAGES[n].continues):
         if StageRun(source, name).stamp.get('fingerprint') != run.fingerprint(name): continue
         for f in (source.dir/name).glob('[!.]*'): # Without unfinished files

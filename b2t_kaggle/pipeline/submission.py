@@ -24,7 +24,7 @@ class SubmissionError(ValueError):
 def check_order(
     index: pd.DataFrame, # One row for each test trial, columns `session` (`t15.YYYY.MM.DD`) and `key` (`trial_0000`)
 ) -> int:
-    "Number of trials; raises a `SubmissionError` that names the first one out of the competition's order."
+    "Number of trials; raises a `SubmissionError` for the first trial out of the competition's order."
     if missing := {'session', 'key'} - set(index.columns):
         raise SubmissionError(f'test index: column {", ".join(sorted(missing))} is missing; found '
                               f'{", ".join(map(str, index.columns))}')

@@ -19,7 +19,7 @@ from .stage import LISTS, PipelineError, Stage
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c005
 def _feeds(writer: Stage, reader: Stage) -> bool:
-    "Whether its readers come after it: always, unless a reader also writes the same kind."
+    "Whether the writer runs before the reader: always, or by `place` if both write the same kind."
     a, b = writer.writes, reader.writes
     return a.kind != b.kind or (a.place, writer.name) < (b.place, reader.name)
 
@@ -43,8 +43,8 @@ def _by_order(stages: Mapping[str, Stage]) -> dict[str, Stage]:
     return {name: by_name[name] for name in _in_order(by_name, by_name, Config())}
 
 def _all_stages() -> dict[str, Stage]:
-    "The stages of the modules of this package."
-    package = 'b2t_kaggle.pipeline.stages' # A notebook has another name
+    "The stages in this package's modules."
+    package = 'b2t_kaggle.pipeline.stages' # `__package__` differs in a notebook
     folders = [str(Path(b2t_kaggle.__file__).parent/'pipeline'/'stages')]
     modules = [import_module(f'{package}.{m.name}') for m in pkgutil.iter_modules(folders)]
     stages = [c() for m in modules for c in vars(m).values()
@@ -60,7 +60,7 @@ def needs_of(name: str, cfg: Config) -> list[str]:
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c014
 def plan(cfg: Config, until: str | None = None) -> list[str]:
-    "Names of the stages to run, in order: `until`, or all, and everything that is needed."
+    "Names of the stages to run, in order: `until` (default: all), and the stages that they need."
     skipped = {name: reason for name, stage in STAGES.items() if (reason := stage.skipped(cfg))}
     if until in skipped: raise PipelineError(f'stage {until} has nothing to do: {skipped[until]}')
     active = {name: stage for name, stage in STAGES.items() if name not in skipped}

@@ -84,7 +84,7 @@ class Decode(Stage):
         tuning = _tuning(run, decoder, spoken)
         decoders = _decoders(run, decoder, tuning, spoken)
         nbest, metrics = {}, {}
-        for split in sorted(run.splits): # test first: a submission needs it
+        for split in sorted(run.splits): # Test first: a submission needs it
             nbest[split] = _search(run, split, decoders[split])
             write_nbest(run.nbest_path(split, self.name), nbest[split])
         if decoder.options.fusion and len(spoken):

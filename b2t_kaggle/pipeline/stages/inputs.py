@@ -28,14 +28,14 @@ def sessions_in(folder: Path, folders: list[Path], sessions: list[str] | None) -
 def session_files(folder: Path) -> list[Path]:
     "HDF5 files of all sessions. Raises `PipelineError` if the folder is missing."
     if not folder.is_dir():
-        raise PipelineError(f'data.dataset_dir = {folder} is not a folder; name the one that holds the t15.* sessions, '
-                            'with --data')
+        raise PipelineError(f'data.dataset_dir = {folder} is not a folder; set --data to the folder with the '
+                            't15.* sessions')
     return sorted(folder.glob('*/data_*.hdf5'))
 
 def llm_files(llm: LLMConfig) -> list[Path]:
-    "Existing files of an LLM and its adapter; a name on a hub has none."
+    "Existing files of an LLM and its adapter; none for a model name on a hub."
     if llm.llm:
-        with suppress(LanguageModelError): # `check_llm` raises it; runs from elsewhere can still be looked at
+        with suppress(LanguageModelError): # `check_llm` raises it; copied runs can still be opened
             return find_llm(llm.llm, llm.llm_adapter).files()
     return [f for path in (llm.llm, llm.llm_adapter) if path for f in files_of(Path(path))]
 
@@ -75,7 +75,7 @@ def check_ngram(key: str, path: Path | None) -> None:
         else: read_counts(path)
 
 def check_boost(path: Path | None) -> None:
-    "Raise `PipelineError` that names the bad line of a file of boosts."
+    "Raise `PipelineError` for a bad line in a file of boosts."
     from b2t_kaggle.lm.boost import read_boosts
     with named_by('decode.boost'):
         if path and path.is_file(): read_boosts(path)
