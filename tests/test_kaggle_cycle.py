@@ -1,6 +1,5 @@
-"""A whole cycle with Kaggle's own client, against a server on this machine; whatever can go wrong does.
-
-The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
+"""Whole cycles with Kaggle's own client against a local server, with every kind of fault. The client connects to the
+address in `http_proxy` if it is configured for a local Kaggle."""
 import json
 import os
 import re
@@ -50,7 +49,7 @@ def kaggle():
 
 @pytest.fixture
 def b2t(kaggle, tmp_path, monkeypatch):
-    "Runs `b2t kaggle …` as a user of this server: its exit status and output. No time passes."
+    "Run `b2t kaggle …` as a user of this server, without waiting; returns its exit status and output."
     monkeypatch.chdir(tmp_path)
     variables = {'http_proxy': f'http://127.0.0.1:{kaggle.port}', 'no_proxy': '', 'NO_PROXY': '',
                  'KAGGLE_USERNAME': 'ada', 'KAGGLE_KEY': 'key', 'HOME': str(tmp_path), 'TMPDIR': str(tmp_path)}
@@ -68,7 +67,7 @@ def b2t(kaggle, tmp_path, monkeypatch):
 
 
 def assert_complete(kaggle, parts=PARTS):
-    "Each thing was made once, and from the right ones."
+    "Check that each object was made once, with the right inputs."
     assert {name: len(versions) for name, versions in kaggle.kernels.items()} == dict.fromkeys(parts, 1)
     (wheels, versions), = kaggle.datasets.items()
     assert wheels.startswith('ada/b2t-wheels-gpu-') and len(versions[-1]) >= 3
@@ -102,7 +101,7 @@ def write_ngram(name, folder, progress):
 
 
 def submission_of(*sentences):
-    "An output with these sentences, whose n-best lists have them as well."
+    "An output with these sentences, also in its n-best lists."
     csv = 'id,text\n' + ''.join(f'{i},{text}\n' for i, text in enumerate(sentences))
     entries = (dict(trial=str(i), session='t15.2023.08.13', block=1, text=text, system='run', rank=0)
                for i, text in enumerate(sentences))
@@ -112,12 +111,12 @@ def submission_of(*sentences):
 
 
 def given_lines(text):
-    "Commands in a text, whose lines may go on."
+    "Commands in a text, with continuation lines joined."
     return [shlex.split(line) for line in text.replace('\\\n', ' ').splitlines() if re.match(' *(b2t|kaggle) ', line)]
 
 
 def test_the_commands_of_a_week(kaggle, b2t, tmp_path, monkeypatch):
-    "Each of the page, one after another; those of the other guides are among them."
+    "Each command of the guide, one after another; the other guides' commands are among them."
     from kaggle.cli import main as client
     monkeypatch.setattr(cycle, 'get_model', write_ngram)
     def commands(guide):
@@ -128,7 +127,7 @@ def test_the_commands_of_a_week(kaggle, b2t, tmp_path, monkeypatch):
     kaggle.steps_of_a_part = BATCHES
     kaggle.models.add('qwen-lm/qwen-3')
     (tmp_path/'theirs.csv').write_text('id,text\n0,Hello there\n1,Where are you\n')
-    for seed in range(1, 11): # They vote: how are you
+    for seed in range(1, 11): # Their vote is "how are you"
         middle = '' if seed == 1 else f'-{seed}'
         for name in ('transformer', 'best-t4'):
             files = submission_of('hello there', 'how are you' if seed % 2 else f'number {"x"*seed}')
@@ -172,7 +171,7 @@ def test_the_sentences_of_the_n_gram_are_sent_if_the_llm_fails(kaggle, b2t):
 
 
 def test_an_llm_that_needs_several_runtimes(kaggle, b2t):
-    "Parts follow until all sentences are ranked; one that got no further is an error."
+    "Parts follow until all sentences are ranked; a part without progress is an error."
     kaggle.models.add('qwen-lm/qwen-3')
     first, second = f'{NAME}-submit-llm', f'{NAME}-submit-llm-2'
     kaggle.files[first] = kaggle.files[second] = ranked(metrics=dict(not_rescored=900), finished=False)
@@ -186,7 +185,7 @@ def test_an_llm_that_needs_several_runtimes(kaggle, b2t):
 
 
 def test_an_image_with_another_python(kaggle, b2t):
-    "The log says so: wheels are made for it, and the notebook is pushed with them."
+    "The log names its version, so wheels are made for it, and the notebook is pushed again with them."
     kaggle.fate[PARTS[0]] = ['RUNNING', 'ERROR']
     kaggle.log = '- rapidfuzz: not installed. Attach a dataset with wheels for Python 3.13 (`b2t kaggle wheels …`)\n'
     def mend(name, n):
@@ -201,7 +200,7 @@ def test_an_image_with_another_python(kaggle, b2t):
 
 @pytest.mark.parametrize('fault', [DROP, LATE, HALF, (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
 def test_a_fault_that_passes_makes_no_difference(fault, kaggle, b2t):
-    "Each kind of request goes wrong once."
+    "Each kind of request fails once."
     kaggle.fault = lambda name, n: fault if n == 1 else None
     status, output = b2t(*LINE)
     assert status == 0, output
@@ -209,7 +208,7 @@ def test_a_fault_that_passes_makes_no_difference(fault, kaggle, b2t):
 
 
 def test_a_page_in_place_of_an_answer(kaggle, b2t):
-    "With status 200, as a proxy or a maintenance page sends it; the same request is tried again."
+    "A proxy's or maintenance page with status 200; the same request is tried again."
     is_file = ('file', 'log', 'upload').__contains__
     kaggle.fault = lambda name, n: (200, b'<html>') if n == 1 and not is_file(name) else None
     status, output = b2t(*LINE)
@@ -223,7 +222,7 @@ QUOTA = {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'}
 
 @pytest.mark.parametrize('request_, fault, message', [
     ('GetCompetition', (401, 'Unauthenticated'), TOKEN),
-    ('GetKernelSessionStatus', (401, 'Unauthenticated'), TOKEN),   # The client says that the slug is wrong
+    ('GetKernelSessionStatus', (401, 'Unauthenticated'), TOKEN),   # The client blames the slug
     ('ListSubmissions', (401, 'Unauthenticated'), TOKEN),
     ('CreateDataset', (403, 'The user is blocked'), 'The user is blocked'),
     ('SaveKernel', QUOTA, 'The hours of a week are used up'),
@@ -244,7 +243,7 @@ def test_a_fault_that_stays_is_told_and_the_same_line_goes_on(request_, fault, m
 
 
 def test_the_quota(kaggle, b2t):
-    "Too few hours are no hours; some are used."
+    "Too few hours count as none; otherwise the remaining hours are used."
     kaggle.hours_used['gpu'] = 29.5
     status, output = b2t(*LINE)
     assert status == 1 and '0.5 hours of GPU are left this week; the quota is renewed 28 November' in output
@@ -255,7 +254,7 @@ def test_the_quota(kaggle, b2t):
 
 
 def test_other_notebooks_run(kaggle, b2t):
-    "That is waited for."
+    "The command waits for them."
     busy = {'error': 'Maximum batch GPU session count of 2 reached.'}
     kaggle.fault = lambda name, n: busy if name == 'SaveKernel' and n < 4 else None
     status, output = b2t(*LINE)
@@ -265,7 +264,7 @@ def test_other_notebooks_run(kaggle, b2t):
 
 @pytest.mark.parametrize('end, word', [('ERROR', 'failed'), ('CANCEL_ACKNOWLEDGED', 'cancelled')])
 def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
-    "It shows the end of its log, and is pushed again where that is asked for."
+    "The command shows the end of its log, and with --retry pushes it again."
     name = PARTS[1]
     kaggle.fate[name] = ['QUEUED', 'RUNNING', 'RUNNING', end]
     for _ in range(2):
@@ -282,7 +281,7 @@ def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
 
 
 def test_a_notebook_that_was_stopped_before_it_began(kaggle, b2t):
-    "It has no log, which hides nothing."
+    "The missing log does not hide the error."
     kaggle.fate[PARTS[0]] = ['QUEUED', 'CANCEL_ACKNOWLEDGED']
     kaggle.fault = lambda name, n: (404, 'Not Found') if name == 'log' else None
     status, output = b2t(*LINE)
@@ -306,7 +305,7 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),
 ])
 def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
-    "Nothing is done with it, until the notebook has run again."
+    "It is not used, and the notebook has to run again."
     kaggle.files[name] = files or {'__notebook__.ipynb': '{}'}
     status, output = b2t(*LINE)
     assert status == 1 and message in output and '--retry runs' in output, output
@@ -319,7 +318,7 @@ def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
 
 
 def test_hours_end_the_training(kaggle, b2t):
-    "The model is submitted only if that is allowed, and the submission says so."
+    "The model is submitted only with --unfinished, and the submission's description says so."
     kaggle.steps_of_a_part = 1000
     for _ in range(2):
         status, output = b2t(*LINE, '--hours', 12)
@@ -334,7 +333,7 @@ def test_hours_end_the_training(kaggle, b2t):
 
 
 def test_an_upload_that_failed(kaggle, b2t):
-    "The client makes a dataset without the files; then there is a new version."
+    "The client makes a dataset without the files, so a new version is pushed."
     kaggle.fault = lambda name, n: (403, 'no') if name == 'upload' and n <= 3 else None
     assert b2t(*LINE)[0] == 0
     (_, versions), = kaggle.datasets.items()
@@ -342,7 +341,7 @@ def test_an_upload_that_failed(kaggle, b2t):
 
 
 def test_a_dataset_that_cannot_be_processed(kaggle, b2t):
-    "That is said, and the same command pushes it again."
+    "The error says so, and the same command pushes it again."
     kaggle.dataset_status = 'FAILED'
     status, output = b2t(*LINE)
     assert status == 1 and 'Kaggle could not process its files' in output and not kaggle.kernels, output
@@ -352,7 +351,7 @@ def test_a_dataset_that_cannot_be_processed(kaggle, b2t):
 
 
 def test_a_state_that_the_client_does_not_know(kaggle, b2t):
-    "It is shown and waited for."
+    "The command shows it and waits."
     kaggle.fate[PARTS[0]] = ['QUEUED', 'PAUSED', 'PAUSED', 'RUNNING', 'COMPLETE']
     status, output = b2t(*LINE)
     assert status == 0 and output.count('in the state PAUSED, which this client does not know') == 1, output
@@ -376,7 +375,7 @@ def test_a_notebook_that_is_run_again_while_its_output_is_fetched(kaggle, b2t, t
 
 
 def test_a_csv_that_kaggle_refuses_after_the_upload(kaggle, b2t):
-    "It is an error with Kaggle's reason. It is sent again if asked for, and a corrected CSV always."
+    "The error has Kaggle's reason. A corrected CSV is always sent, the same one only with --retry."
     kaggle.refusal = 'Expected 1450 rows\x1b[2J'
     for _ in range(2):
         status, output = b2t(*LINE)
@@ -389,7 +388,7 @@ def test_a_csv_that_kaggle_refuses_after_the_upload(kaggle, b2t):
 
 
 def test_text_of_kaggle_cannot_steer_the_terminal(kaggle, b2t):
-    "Neither a log nor a comment nor an error."
+    "Logs, comments and errors have no control characters."
     name, steer = PARTS[0], '\x1b]0;title\x07\x9b2J\x08\x1bc'
     kaggle.fate[name] = ['QUEUED', 'RUNNING', 'ERROR']
     kaggle.comment, kaggle.log = f'stopped{steer}', f'one{steer}\n'
@@ -416,7 +415,7 @@ def test_a_dataset_that_is_not_there(kaggle, b2t):
 
 
 def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
-    "Such as those of a try: its notebooks are not pushed again."
+    "For example the values of a trial run: its notebooks are not pushed again."
     assert b2t(*LINE, '--set', 'train.num_training_batches=2000')[0] == 0
     status, output = b2t(*LINE)
     assert status == 1 and "belongs to a cycle with overrides {'train.num_training_batches': '2000'}" in output, output
@@ -454,7 +453,7 @@ DAMAGED = 'does not accept the token in {path}, which may have expired or be dam
 
 
 @pytest.mark.parametrize('name, content, message', [
-    ('access_token', b'KGAT_1\n2', 'does not accept the token in {path}, which may have expired'), # Of two lines
+    ('access_token', b'KGAT_1\n2', 'does not accept the token in {path}, which may have expired'), # Two lines
     ('access_token', b'\xff', DAMAGED),
     ('kaggle.json', b'\xff', DAMAGED),
     ('kaggle.json', b'{"username": "ada", "ke', DAMAGED),
@@ -473,7 +472,7 @@ def test_a_damaged_token_is_named_and_not_shown(name, content, message, b2t, tmp
 
 
 def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
-    "Both errors say what to do."
+    "Both errors have a remedy."
     monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
     monkeypatch.setenv('KAGGLE_API_TOKEN', 'token')
     status, output = b2t(*LINE)
@@ -495,7 +494,7 @@ def test_another_cycle_does_not_take_its_place(kaggle, b2t):
 
 @pytest.mark.parametrize('n_parts', [1, 2])
 def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
-    "Each command that is printed is given, the client's to the client. No input is one that Kaggle drops."
+    "Each printed command is executed, with the client's commands by the client. Kaggle drops no input."
     from kaggle.cli import main as client
     kaggle.steps_of_a_part = BATCHES//n_parts
     status, output = b2t(*LINE, '--id', NAME, '--print', *(['--hours', 18] if n_parts == 2 else []))
@@ -513,7 +512,7 @@ def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
     assert f'models = [\\"{parts[-2]}\\"]' in kaggle.kernels[PARTS[-1]][0]['body']['text']
 
 
-# One process that has imported everything. A copy of it carries out each line of standard input, and is killed after
+# A process that has imported everything. A fork of it executes each line of standard input, and is killed after
 # the n-th answer from an address, or before its n-th write in the folder of the cycle
 RUNNER = '''
 import json, os, signal, sys
@@ -563,7 +562,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def end(b2t):
-    "Runs the line in a process of its own, which is killed at an event; returns its exit status."
+    "Run the line in a separate process, which is killed at an event; returns its exit status."
     variables = os.environ | {'KAGGLE_API_ENVIRONMENT': 'LOCALHOST',
                               'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
     addresses = dict(log='/stream/', file='/files/', upload='/upload/')
@@ -571,14 +570,14 @@ def end(b2t):
         def run(name='', n=0):
             runner.stdin.write(json.dumps([['kaggle', *LINE], addresses.get(name, f'/{name}'), n]) + '\n')
             runner.stdin.flush()
-            while (words := runner.stdout.readline().split())[0] != 'status': pass # The client prints, too
+            while (words := runner.stdout.readline().split())[0] != 'status': pass # The client also prints
             return int(words[1])
         yield run
         runner.stdin.close()
 
 
 def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, end, tmp_path):
-    "Of each kind, and behind each push: whoever hears it is killed at once, the second one does nothing twice."
+    "After an answer of each kind, and after each push, the process is killed at once; the next one repeats no action."
     assert end() == 0
     counts = dict.fromkeys(kaggle.counts, 1) | {'SaveKernel': 3, 'upload': 3}
     assert len(counts) == 16
@@ -591,8 +590,8 @@ def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, end, tmp_path):
 
 
 def test_killed_before_a_write_the_same_line_leaves_the_same_bytes(kaggle, end, tmp_path, request):
-    "Writes in the folder of the cycle: six of them, or half of `--faults`."
-    def content(): # papermill gives the cell of the parameters a random id
+    "Six writes in the folder of the cycle, or half of `--faults`."
+    def content(): # papermill gives the parameters' cell a random id
         return {str(p.relative_to(tmp_path)): re.sub(rb'"id": "\w+"', b'', p.read_bytes())
                 for p in (tmp_path/FOLDER).rglob('*') if p.is_file()}
     assert end() == 0

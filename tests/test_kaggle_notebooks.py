@@ -1,7 +1,5 @@
-"""nbs/kaggle/{train,submit}.ipynb as Kaggle executes them, by papermill, one after another.
-
-Folders are laid out like Kaggle's, what is attached cannot be written to, pip has no internet, and no package is found
-but those of Kaggle's GPU image."""
+"""nbs/kaggle/{train,submit}.ipynb as on Kaggle, executed by papermill one after another. Folders are laid out like
+Kaggle's, inputs are read-only, pip has no internet, and only packages of Kaggle's GPU image are found."""
 import json
 
 import pytest
@@ -28,7 +26,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(environment, tmp_path_factory):
-    "A session that trained on the recordings, and what it printed."
+    "A session that trained on the recordings, and its output."
     room = tmp_path_factory.mktemp('trained')
     simulate_dataset(room/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
     attach_wheels(room)
@@ -37,7 +35,7 @@ def trained(environment, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def submitted(trained, environment, tmp_path_factory):
-    "A session that decoded the output of that one, and what it printed."
+    "A session that decoded the output of `trained`, and its own output."
     room = tmp_path_factory.mktemp('submitted')
     attach(room, trained[0])
     status, text, error = execute('submit.ipynb', room, environment, overrides=FAST)
@@ -46,10 +44,10 @@ def submitted(trained, environment, tmp_path_factory):
 
 
 def check_submission(room):
-    "One row for each test trial; the file is the run's."
+    "Check for one row per test trial, and for the run's own file."
     path = room/'working'/'submission.csv'
     packed, = (room/'scratch').glob('packed-*/test.arrow')
-    validate_submission(path, TrialStore.open(packed).index)   # raises where it is none
+    validate_submission(path, TrialStore.open(packed).index)   # raises if it is invalid
     assert path.read_bytes() == (room/'working'/'run'/'submission.csv').read_bytes()
 
 
@@ -68,7 +66,7 @@ def test_training_leaves_a_run_and_few_outputs(trained, environment):
 
 
 def test_a_run_of_kaggle_is_done_elsewhere_too(trained, tmp_path):
-    "With the same stamps: nothing is left to do, and nothing is packed for it."
+    "With the same stamps: all stages are done, and no trials are packed for it."
     room = trained[0]
     run = Run(room/'working'/'run', tmp_path)
     assert {name: StageRun(run, name).status() for name in ('train', 'infer')} == dict(train='done', infer='done')
@@ -89,7 +87,7 @@ def test_a_trained_run_is_submitted(submitted):
 
 @pytest.fixture
 def models(submitted, tmp_path):
-    "An n-gram behind a link, an LLM, and weights of Whisper's that are none, attached to a session in `tmp_path`."
+    "An n-gram behind a link, an LLM, and weights of Whisper, which is not an LLM, attached to a session in `tmp_path`."
     datasets = tmp_path/'input'/'datasets'/'someone'
     datasets.mkdir(parents=True)
     (datasets/'lm').symlink_to(submitted[0]/'working'/'run'/'lm')
@@ -99,7 +97,7 @@ def models(submitted, tmp_path):
 
 
 def test_several_runs_are_averaged(trained, models, environment, tmp_path):
-    "Of two versions, the second of which is a LogitStore of each split; an n-gram and an LLM rank the sentences."
+    "Two versions, the second as a LogitStore of each split; an n-gram and an LLM rank the sentences."
     attach(tmp_path, trained[0])
     for split in ('val', 'test'):
         given = LogitStore.open(trained[0]/'working'/'run'/'logits'/f'{split}.arrow')

@@ -1,6 +1,5 @@
-"""What Kaggle's own client makes of our files: it talks to a server on this machine.
-
-The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
+"""Kaggle's own client pushes our files to a local server. The client connects to the address in `http_proxy` if it is
+configured for a local Kaggle."""
 import json
 import re
 import shlex
@@ -24,7 +23,7 @@ api = pytest.importorskip('kaggle.api.kaggle_api_extended',
 
 
 class Kaggle(BaseHTTPRequestHandler):
-    "As much of Kaggle as a push needs; what it is asked for stands in `server.asked`."
+    "As much of Kaggle as a push needs; requests are recorded in `server.asked`."
     def answer(self):
         body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         name = self.path.rpartition('/')[2]
@@ -69,7 +68,7 @@ def kaggle():
 
 @pytest.fixture
 def b2t(kaggle, tmp_path, monkeypatch):
-    "Runs `b2t kaggle …` as a user whose client is configured for this server: its exit status and output."
+    "Run `b2t kaggle …` as a user whose client is configured for this server; returns its exit status and output."
     variables = {'KAGGLE_API_ENVIRONMENT': 'LOCALHOST', 'http_proxy': f'http://127.0.0.1:{kaggle.server_port}',
                  'no_proxy': '', 'NO_PROXY': '', 'KAGGLE_USERNAME': 'ada', 'KAGGLE_KEY': 'key', 'HOME': str(tmp_path)}
     for name, value in variables.items(): monkeypatch.setenv(name, value)
@@ -91,7 +90,7 @@ def notebook(tmp_path):
 
 
 def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
-    "Its owner is the client's user, its slug comes from its name."
+    "Its owner is the client's user, and its slug is made from its name."
     status, output = b2t('kernel', notebook, '--accelerator', 'TPU v5e-8', '--competition', 'brain-to-text-25',
                          '--dataset', 'ada/b2t-wheels', '--kernel', 'ada/b2t-train', '-o', tmp_path/'push')
     assert status == 0, output
@@ -109,7 +108,7 @@ def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
 
 
 def test_a_refusal_is_an_error(kaggle, b2t, notebook, tmp_path):
-    "The client itself ends with status 0."
+    "Although the client exits with status 0."
     kaggle.answers['SaveKernel'] = (200, {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'})
     status, output = b2t('kernel', notebook, '--id', 'ada/other', '--accelerator', 'T4 x2', '--internet', '-o',
                          tmp_path/'push')
@@ -147,7 +146,7 @@ def test_a_dataset_that_is_there_already(kaggle, b2t, tmp_path):
 
 
 def lines_of(guide):
-    "The commands of a guide, step by step, as lists of words; OWNER is ada."
+    "The commands of a guide by step, as lists of words; OWNER is ada."
     cells = json.loads((NBS/'guides'/guide).read_text())['cells']
     text = ''.join(''.join(cell['source']) for cell in cells)
     block = re.search('```sh\n(b2t kaggle wheels.*?)```', text, re.DOTALL)[1]
@@ -158,7 +157,7 @@ def lines_of(guide):
 @pytest.mark.parametrize('guide, name, shape', [('kaggle_gpu.ipynb', 'gpu', 'NvidiaTeslaT4'),
                                                 ('kaggle_tpu.ipynb', 'tpu', 'TpuV5E8')])
 def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_path, monkeypatch):
-    "One after another: wheels, dataset, training, its continuation, submission."
+    "The server accepts wheels, dataset, training, its continuation and submission, one after another."
     def write_wheels(image, folder, *args):
         folder.mkdir()
         (folder/'manifest.json').write_text('{}')
@@ -181,7 +180,7 @@ def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_pat
 
 
 def test_the_last_line_of_the_guide_hands_in_the_csv(kaggle, b2t, tmp_path, monkeypatch):
-    "Kaggle's client fetches the notebook's output, and sends it to the competition."
+    "Kaggle's client fetches the notebook's output, and sends the CSV to the competition."
     monkeypatch.chdir(tmp_path)
     csv = b'id,text\n0,hello\n'
     kaggle.files = {'submission.csv': csv}

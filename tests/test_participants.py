@@ -1,4 +1,4 @@
-"""Two participants trained together: stores that are padded, maps of each, shares of batches, and runs for one of them
+"""Two participants trained together: padded stores, participant layers, shares of batches, and runs on one of them
 before and afterwards."""
 import csv
 import json
@@ -45,7 +45,7 @@ SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't12.2022.04.28', 't12.2022.05.0
 
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
-    "Sessions of t15 and of t12, simulated; the latter as files of MATLAB that are imported."
+    "Simulated sessions of t15 and t12; those of t12 are imported from MATLAB files."
     tmp = tmp_path_factory.mktemp('both')
     simulate_dataset(tmp/'t15', n_sessions=2, train=6, val=3, test=2, max_words=4, lm_sentences=10)
     simulate_t12(tmp/'mat', n_sessions=2, train=6, val=2, test=2)
@@ -82,7 +82,7 @@ def random_model(name, sessions=SESSIONS):
 
 
 def test_a_store_of_both_is_padded(folders, stores):
-    "Features as h5py reads them, then zeros; days are those of both, one folder behind the other."
+    "Features as h5py reads them, padded with zeros; the days of the second folder follow those of the first."
     store = stores[0]
     assert store.sessions == SESSIONS and store.n_features == 512 and len(store) == 24
     for i in range(len(store)):
@@ -101,7 +101,7 @@ def test_a_store_of_both_is_padded(folders, stores):
 @pytest.mark.parametrize('way', ['packed', 'padded'])
 @pytest.mark.parametrize('name', [*NAMES, 'triple_gru', 'zipformer'])
 def test_each_has_a_map_onto_the_model(name, way, monkeypatch):
-    "Against a model without maps, on features that NumPy has mapped; what lies in padding does not count."
+    "The model equals one without participant layers on features that NumPy has mapped; padding has no effect."
     if way == 'padded':
         for kind in (Frontend, Transformer): monkeypatch.setattr(kind, '_packed', kind._padded)
     model = random_model(name)
@@ -124,7 +124,7 @@ def test_each_has_a_map_onto_the_model(name, way, monkeypatch):
 
 
 def test_batches_have_the_shares(stores):
-    "In trials and in days; without shares days are drawn from all."
+    "By trials and by days; without shares, days are drawn from all participants."
     t = trainer(stores, **{'data.batch_size': 8, 'data.days_per_batch': 3, 'data.shares': {'t12': .25, 't15': .75}})
     for step in range(6):
         days = t.store.day[t.loader.trials(step)]
@@ -135,7 +135,7 @@ def test_batches_have_the_shares(stores):
 
 @pytest.fixture(scope='module')
 def trained(stores, tmp_path_factory):
-    "The folder of a few steps on both, by encoder, and the trainer."
+    "The folder of a few steps on both participants, by encoder, and the trainer."
     made = {}
     def get(name):
         if name not in made:
@@ -168,7 +168,7 @@ def test_training_goes_on_exactly_and_is_validated_for_each(name, stores, traine
 
 @pytest.mark.parametrize('name', NAMES)
 def test_inference_for_one_of_them(name, folders, stores, trained, tmp_path):
-    "From a store of its own features, as from the store of both."
+    "A store with one participant's features gives the same result as the store of both."
     both = infer(trained(name)[0]/'best.pt', stores[1], tmp_path/'both.arrow', *CPU, progress=False)
     sessions = stores[1].index.session
     for folder in folders:
@@ -181,7 +181,7 @@ def test_inference_for_one_of_them(name, folders, stores, trained, tmp_path):
 
 
 def test_adaptation_to_one_of_them(folders, stores, trained, tmp_path):
-    "From a store of t12's features as from the padded store of both."
+    "A store with t12's features gives the same result as the padded store of both."
     decoder = SimpleNamespace(decode=lambda log_probs: [SimpleNamespace(text='what is it')])
     options = InferConfig(adapt='dietcorp', adapt_copies=2).model_copy(update=dict(adapt_gate=10.))
     def adapted(store):
@@ -189,7 +189,7 @@ def test_adaptation_to_one_of_them(folders, stores, trained, tmp_path):
                              decoder, *CPU, progress=False)
 
     both, alone = adapted(stores[1]), adapted(own_stores(folders[1], tmp_path)[1])
-    rows = np.flatnonzero(stores[1].index.session.str.startswith('t12')) # Recorded first, so nothing is learned before
+    rows = np.flatnonzero(stores[1].index.session.str.startswith('t12')) # Recorded first, so not adapted yet
     for i, row in enumerate(rows): np.testing.assert_allclose(alone[i], both[row], rtol=1e-3, atol=1e-3)
     assert 0 < alone.provenance['learned'] <= both.provenance['learned']
 
@@ -217,7 +217,8 @@ def test_a_stream_of_one_of_them(name):
 @pytest.mark.parametrize('frozen', [False, True])
 @pytest.mark.parametrize('name', NAMES)
 def test_a_checkpoint_starts_another_participant(name, frozen, folders, tmp_path):
-    "One of t15 alone, a run on t12 with 256 features: its layers begin as the identity, the rest is the checkpoint's."
+    """A checkpoint of t15 starts a run on t12 with 256 features: its layers begin as the identity, the other weights
+    come from the checkpoint."""
     t15, t12 = (own_stores(folder, tmp_path) for folder in folders)
     first = trainer(t15, name, {})
     for i in range(3): first.train_step(*first.loader(i))
@@ -247,7 +248,7 @@ def test_a_frozen_model_without_own_layers_is_refused(folders, tmp_path):
 
 
 def test_a_checkpoint_of_both_starts_one(folders, trained, tmp_path):
-    "Its map and its days are taken; a model without maps is refused."
+    "Its participant layer and its days are copied; a model without participant layers is refused."
     out, both = trained('gru')
     t15, t12 = (own_stores(folder, tmp_path) for folder in folders)
     t = trainer(t12, 'gru', {'t12': 256}, **{'train.init_checkpoint_path': out/'best.pt'})
@@ -291,15 +292,15 @@ def test_sessions_of_the_second_folder_alone_are_refused_before_anything_is_comp
 
 
 def test_runs_on_both_and_then_on_one(folders, tmp_path):
-    """PER and WER of each, of an LLM's and of combined lists, too; the submission is of the first folder, and in a
-    second run, with that model, of the other."""
+    """PER and WER of each participant, also for an LLM's and combined lists; the submission is for the first folder,
+    and in a second run with that model for the other."""
     def execute(name, values):
         run = Run(tmp_path/'runs'/name, tmp_path/'work', SMALL | values)
         for stage in plan(run.cfg): execute_here(run, stage)
         metrics = {p.stem: json.loads(p.read_text())['metrics'] for p in (run.dir/'stages').glob('*.json')}
         return run, metrics, list(csv.DictReader((run.dir/'submission.csv').open()))
 
-    theirs = {split: tmp_path/f'theirs_{split}.jsonl' for split in ('val', 'test')} # A system that says one sentence
+    theirs = {split: tmp_path/f'theirs_{split}.jsonl' for split in ('val', 'test')} # Always the same sentence
     for split, path in theirs.items():
         store = TrialStore.build(folders if split == 'val' else folders[0], split, tmp_path/f'{split}.arrow')
         said = [[Hypothesis('what is it', -1., -1., 3, -1.)]]*len(store)

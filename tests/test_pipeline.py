@@ -1,5 +1,5 @@
-"""The pipeline end to end, through papermill and the command line: a run, its repetition, a kill, changed
-parameters, broken input."""
+"""The whole pipeline through papermill and the command line: a run, its repetition, a kill, changed parameters, and
+broken input."""
 
 import csv
 import json
@@ -60,7 +60,7 @@ PLAN = plan(preset('demo'))
 
 
 def b2t(*args, **kw):
-    "Run the command in a process of its own."
+    "Run the command in a separate process."
     return subprocess.run(
         [sys.executable, '-m', 'b2t_kaggle.cli', *map(str, args)], capture_output=True, text=True, timeout=600, **kw
     )
@@ -72,7 +72,7 @@ def command(*args):
 
 
 def execute_here(run, name):
-    "Execute the code of a stage's notebook in this process, which takes seconds less than a kernel of its own."
+    "Execute the code of a stage's notebook in this process, which is seconds faster than a separate kernel."
     import matplotlib
     matplotlib.use('Agg')
     variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides=run.unsaved())
@@ -83,7 +83,7 @@ def execute_here(run, name):
 
 @contextmanager
 def stages_here():
-    "Stages are executed in this process; gives the names of those that were."
+    "Execute stages in this process; yields the names of the executed stages."
     names = []
     def execute(run, name):
         names.append(name)
@@ -102,7 +102,7 @@ def sets(values): return [a for k, v in values.items() for a in ('--set', f'{k}=
 
 
 def stamps(run_dir):
-    "When each stage last finished."
+    "The time at which each stage last finished."
     return {p.stem: p.stat().st_mtime_ns for p in (run_dir/'stages').glob('*.json')}
 
 
@@ -119,7 +119,7 @@ def finished(tmp_path_factory):
 def test_a_run_leaves_everything(finished):
     run, _, r = finished
     assert str(run/'submission.csv') in r.stdout
-    what = 'Simulated participant, preset demo, 6 batches.' # Of other values than the demo's nothing is expected
+    what = 'Simulated participant, preset demo, 6 batches.' # The expected WER is only for the demo's values
     assert what in r.stderr and what in r.stdout and what in (run/'report.html').read_text()
     rows = list(csv.DictReader((run/'submission.csv').open()))
     assert [row['id'] for row in rows] == [str(i) for i in range(4)]   # the first session has no test trials
@@ -131,7 +131,7 @@ def test_a_run_leaves_everything(finished):
 
 
 def test_a_plugin_trains_a_variant(finished, tmp_path, monkeypatch):
-    "A loss, an augmentation and a stage of a file; without `--plugin` the run executes no code of it."
+    "A loss, an augmentation and a stage from a file; without `--plugin` the run does not execute its code."
     base, options, _ = finished
     file, pages = tmp_path/'mine.py', dict(your_own_idea='plugin', adding_a_stage='stage')
     cells = [cell for page, tag in pages.items() for cell in cells_of_page(ROOT/f'nbs/guides/{page}.ipynb', tag)]
@@ -174,7 +174,7 @@ def test_a_changed_value_redoes_what_depends_on_it(finished, here):
 
 
 def test_same_seed_same_csv(finished, tmp_path, here):
-    "Whether kernels of their own execute the stages, or this process."
+    "Whether stages are executed in separate kernels or in this process."
     run, options, _ = finished
     folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'again']
     r = command('submit', *folders, *sets(SMALL | {'decode.beam': 5}))
@@ -183,7 +183,7 @@ def test_same_seed_same_csv(finished, tmp_path, here):
     assert (tmp_path/'again'/'submission.csv').read_bytes() == (run/'submission.csv').read_bytes()
 
 
-# Kernels execute it before their cells: a training does not come to its second checkpoint
+# Kernels execute it before their cells: training cannot save a second checkpoint
 HOLDS = '''
 import sys, time
 checkpoints = []
@@ -214,9 +214,9 @@ def test_a_killed_run_continues(finished, tmp_path, here):
         assert p.poll() is None and time.monotonic() < end, 'it has not come to a checkpoint'
         time.sleep(.05)
     started = psutil.Process(p.pid).children(recursive=True)
-    p.kill() # The first one first, else it notes what died
+    p.kill() # Kill the command first, or it would report the dead kernel
     p.wait()
-    for q in started: # The kernel too, it is the one that trains; they may have gone with the first one
+    for q in started: # Also the kernel, which trains; they may have ended with the command
         with suppress(psutil.NoSuchProcess): q.kill()
     assert not psutil.wait_procs(started, timeout=LIMIT)[1]
     stage = StageRun(Run(tmp_path/'killed', work), 'train')
@@ -242,7 +242,7 @@ def test_a_stage_by_plain_papermill(finished, tmp_path):
 
 
 def test_an_official_checkpoint_is_used_without_training(finished, tmp_path, here):
-    """A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint
+    """A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint that
     it was made from."""
     from b2t_kaggle.pytorch.checkpoint import load_model, save_official
     run, _, _ = finished
@@ -282,7 +282,7 @@ def test_a_failing_stage_says_why(finished, tmp_path):
 
 
 def test_what_a_process_of_a_stage_says_is_heard_once(tmp_path):
-    "Such as the bar of a training in two processes."
+    "Such as the progress bar of a training in two processes."
     script = """
 import nbformat
 from pathlib import Path
@@ -302,8 +302,8 @@ pipeline.execute(Run('run', '.'), 'code')
 
 
 def test_the_official_configuration_runs_as_it_is(finished, tmp_path, here):
-    """rnn_args.yaml with its own sessions and official sizes is accepted; only what a small machine cannot do is
-    overridden."""
+    """rnn_args.yaml with its own sessions and official sizes is accepted; only values that are too large for a small
+    machine are overridden."""
     run, _, _ = finished
     official = dict(
         model=dict(
@@ -369,7 +369,7 @@ def test_plan_and_presets_agree():
 
 
 def test_two_runs_share_what_is_big(tmp_path):
-    "Started together on one work folder, one of them simulates and packs, the other waits and finds it done."
+    "Of two runs that start together on one work folder, one simulates and packs; the other waits and uses the result."
     args = lambda name: [
         sys.executable,
         '-m',
@@ -393,7 +393,7 @@ def test_two_runs_share_what_is_big(tmp_path):
 
 
 def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
-    "A tiny language model; without one in the configuration there is no such stage."
+    "With a tiny language model; without an LLM in the configuration the stage does not exist."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
 
@@ -416,7 +416,7 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     )
     w = read_weights(run/'rescore_weights.json')
     for hyps, old in zip(lists, before, strict=True):
-        best = next((h for h in old if h['text']), old[0]) # The LLM is not asked about nothing where there is something
+        best = next((h for h in old if h['text']), old[0]) # The LLM scores an empty sentence only if there is no other
         alpha = w.alpha if best['ngram']/max(1, best['n_words']) >= w.gate else 0
         assert {h['text'] for h in old} - {''} <= {h['text'] for h in hyps}
         for h in hyps:
@@ -439,8 +439,8 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
 
 
 def test_serving_a_run(finished, tmp_path, capsys):
-    """The official client, word by word, hears from the command what the run's own decoder and its LLM find, mixed
-    by the weights that rescoring left; without those, the configured ones are taken."""
+    """The official client gets, word by word, the results of the run's own decoder and LLM, with the weights that
+    rescoring stored or, without these, the configured ones."""
     if not shutil.which('redis-server'): pytest.skip('redis-server is not installed')
     pytest.importorskip('redis', reason='needs redis-py: pip install b2t_kaggle[serve]')
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
@@ -502,7 +502,7 @@ def files_of(folder): return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p 
 
 
 def test_an_ensemble_is_a_run_of_its_own(finished, tmp_path, here):
-    "Its log-probabilities are the mean of its members', are decoded, and nothing of the members is written to."
+    "Its log-probabilities are the mean of its members' and are decoded; its members are not changed."
     run, options, _ = finished
     first = {split: LogitStore.open(run/'logits'/f'{split}.arrow') for split in ('val', 'test')}
     rng = np.random.default_rng(0)
@@ -513,7 +513,7 @@ def test_an_ensemble_is_a_run_of_its_own(finished, tmp_path, here):
     for split, store in first.items():
         LogitStore.write(tmp_path/f'second-{split}.arrow', second[split], store.index, {})
     before = {p: mark for p, mark in files_of(run).items() if p.name != 'config.yaml'}
-    # The two come from elsewhere: only their names say which is which
+    # External files: only their names tell val from test
     stores = sorted(tmp_path.glob('second-*.arrow'))
     folders = [*map(str, options[:4]), '--name', 'two']
     done = CliRunner().invoke(cli.main, ['ensemble', 'small', *map(str, stores), *folders])
@@ -532,7 +532,7 @@ def test_an_ensemble_is_a_run_of_its_own(finished, tmp_path, here):
 
 
 def test_a_refit_and_an_average_with_weights(finished, tmp_path, here):
-    "Val is inferred with the model that has not seen it, test with the other; an average with another one has weights."
+    "Val uses the model that has not seen it, and test the refitted one; an average with another run has weights."
     run, _, _ = finished
     work = run.parent.parent/'data'
     refit = Run(tmp_path/'refit', work, SMALL | {'train.refit': 0.5, 'train.weight_average': 'swa'})
@@ -558,13 +558,13 @@ def test_a_refit_and_an_average_with_weights(finished, tmp_path, here):
 
 
 def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
-    """One that is right on val is trusted on test; what was done before stays, and what changed is combined again.
-    Where nothing can be learned, all have one vote."""
+    """A system that is right on val is trusted on test. Finished stages are kept, and changed inputs are combined
+    again. If there is no val to learn from, all systems have one vote."""
     run, _, _ = finished
     work = run.parent.parent/'data'
     shutil.copytree(run, tmp_path/'two')
     def write(split, name='theirs', sentence='the sentence {}'):
-        "Hypotheses of a system that knows val, and says of each trial of test which one it is."
+        "Write hypotheses of a system that knows val, and names each trial of test."
         h = read_hypotheses(run/'hypotheses'/f'decode_{split}.jsonl')
         texts = {t: trial.reference or sentence.format('abcd'[int(t)]) for t, trial in h.trials.items()}
         entries = {t: [Entry(t, text, name)] for t, text in texts.items()}
@@ -595,7 +595,7 @@ def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
     alone = {'infer.logits': str(run/'logits'/'test.arrow'), 'combine.sources': [write('test', n) for n in 'ab']}
     run_stages(Run(two.dir, work, alone))
     assert submitted() == [f'the sentence {name}' for name in 'abcd'] # Two votes against one
-    for _ in range(2): # What was given, and then what was saved
+    for _ in range(2): # The given value, then the saved one
         with pytest.raises(PipelineError, match='a run cannot be a source of itself'):
             run_stages(Run(two.dir, work, {'combine.sources': ['two']}), 'combine')
     with pytest.raises(PipelineError, match='stage combine has nothing to do: combine.sources'):
@@ -603,7 +603,7 @@ def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
 
 
 def test_log_probabilities_of_test_alone(finished, tmp_path, here):
-    "As somebody else's are: there is a submission and no error rate."
+    "Like another team's: the run makes a submission without error rates."
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
     theirs = Run(tmp_path/'run', run.parent.parent/'data', {'infer.logits': str(run/'logits'/'test.arrow')})
@@ -625,7 +625,7 @@ def test_log_probabilities_of_other_trials_are_refused(finished, tmp_path, here)
 
 
 def test_a_finished_run_that_was_moved(finished, tmp_path, here):
-    "Nothing is done again, neither without the big files nor with them in another place."
+    "No stage is repeated, whether the large files are missing or in another place."
     run, _, _ = finished
     config = (run/'config.yaml').read_text()
     shutil.copytree(run, tmp_path/'run', copy_function=shutil.copyfile)
@@ -637,8 +637,8 @@ def test_a_finished_run_that_was_moved(finished, tmp_path, here):
 
 
 def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monkeypatch):
-    """Without time val has no log-probabilities, and test is decoded all the same; a later session does what was left,
-    and ends where one that had time does."""
+    """Without time for val, test is still decoded; a later session does the rest and gives the result of an
+    uninterrupted run."""
     run, _, _ = finished
     work = run.parent.parent/'data'
     for name in ('short', 'long'): shutil.copytree(run, tmp_path/name)
@@ -647,7 +647,7 @@ def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monke
     here.clear()
 
     def with_time(seconds, force=()):
-        "Run what there is to do; returns the stages that were stopped."
+        "Run the pending stages; returns the stages that stopped early."
         with monkeypatch.context() as m:
             m.setattr(StageRun, 'time_left', lambda stage: seconds[stage.name])
             rows = run_stages(Run(tmp_path/'short', work, values), force=force)
@@ -667,14 +667,14 @@ def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monke
 
 
 def wer_of_lists(run, stage):
-    "Word error rate of the best sentences in the n-best lists that a stage left of val, by jiwer."
+    "Word error rate, by jiwer, of the best sentences in a stage's n-best lists of val."
     val = TrialStore.open(run.packed_dir/'val.arrow').index
     best = {i: hyps[0].text for i, hyps in enumerate(run.nbest('val', stage)) if not val.is_instruction[i]}
     return jiwer.wer([normalize_sentence(val.sentence[i]) for i in best], list(best.values()))
 
 
 def known_tuning(candidate, without):
-    "A result of tuning with four trials of val: weights of all, and without each fold of the trials."
+    "A tuning result with four trials of val: weights tuned on all, and without each fold of the trials."
     from b2t_kaggle.decoding import tuning
     return tuning.Tuning(tuning.SearchWeights(0.8, 1., 1., 0.), candidate, tuple(without),
                          dict(start=9, candidate=5, validated=6), (3,)*len(without), (20//len(without),)*len(without),
@@ -682,8 +682,8 @@ def known_tuning(candidate, without):
 
 
 def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_path, here, monkeypatch):
-    """The temperature that val gives is stored, and used for the lists of both splits and by whoever opens the decoder;
-    lists of before are read, and decoded anew without a calibration where trials are too few."""
+    """The temperature fitted on val is stored, and used for the lists of both splits and by every decoder that is
+    opened; earlier lists can be read, and are decoded again without calibration if there are too few trials."""
     from b2t_kaggle.decoding import calibration
     from b2t_kaggle.pipeline.decoder import known_calibration
     run, _, _ = finished
@@ -715,7 +715,7 @@ def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_pa
 
 
 def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypatch):
-    "Too few trials tune nothing; whoever opens the decoder has the weights that were found."
+    "With too few trials no weights are tuned; every decoder that is opened has the tuned weights."
     from b2t_kaggle.decoding import tuning
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
@@ -729,7 +729,7 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
     assert plain.keys() == {'WER'} and open_decoder(tuned).options.blank_penalty == 1
     monkeypatch.setattr(tuning, 'MIN_TRIALS', 4)
     better = tuning.SearchWeights(0.4, 1., 9., 0.5)
-    without = [better._replace(word_score=float(k)) for k in (-2, 3)] # Of the trials 0 and 2, of 1 and 3
+    without = [better._replace(word_score=float(k)) for k in (-2, 3)] # For trials 0 and 2, and for 1 and 3
     found = known_tuning(better, without)
     asked = []
     def tune_search(decoder, trials, references, given, **options):
@@ -756,7 +756,8 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
 
 
 def spelled_in_noise(run, folder):
-    "Stores of val and test of two models that hear the labels of a run in more and in less noise; test has none."
+    """Stores of val and test of two models that observe the labels of a run with more and with less noise; test has no
+    labels."""
     rng = np.random.default_rng(0)
     for split in ('val', 'test'):
         store = TrialStore.open(run.packed_dir/f'{split}.arrow')
@@ -771,14 +772,14 @@ def spelled_in_noise(run, folder):
 
 
 def shares(text):
-    "All numbers of a text that may be rates, whether in percent or not."
+    "All numbers in a text that may be rates, in percent or not."
     return [float(n)/(100 if percent else 1) for n, percent in re.findall(r'(\d+\.\d+)( ?%)?', text)]
 
 
 @pytest.mark.parametrize('last', ['decode', 'rescore', 'combine'])
 def test_a_rate_is_the_same_wherever_it_stands(finished, tmp_path, monkeypatch, last):
-    """A rate tuned on val (the search, the mixture with an LLM, the combination) is told as it
-    is on other sentences: lists, stamps, results, page, and what the commands print, agree with jiwer on the lists."""
+    """Rates that are tuned on val (the search, the mixture with an LLM, the combination) are cross-validated: lists,
+    stamps, results, the page and the commands' output agree with jiwer on the lists."""
     from tiny_models import tiny_lm
 
     from b2t_kaggle.decoding import tuning
@@ -821,8 +822,8 @@ def test_a_rate_is_the_same_wherever_it_stands(finished, tmp_path, monkeypatch, 
 
 
 def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
-    """Its scores are in the lists and in their totals, beside weights that were tuned without it; where the model is
-    gone there is an error."""
+    """Its scores are in the lists and in their totals, with weights that were tuned without it; a missing model is an
+    error."""
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
 
@@ -850,11 +851,11 @@ def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
     with pytest.raises(LanguageModelError, match='not loaded .there is no such folder'): open_decoder(fused)
     moved = Run(tmp_path/'run', run.parent.parent/'data', {'decode.llm': str(tmp_path/'moved')})
     run_stages(moved)
-    assert here == ['decode', 'submit', 'report'] # It is the same model
+    assert here == ['decode', 'submit', 'report'] # The same model is used
 
 
 def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monkeypatch):
-    "The trials that it does not come to keep the order of the search, and are rescored later."
+    "Trials for which there is no time keep the order of the search, and are rescored later."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
     run, _, _ = finished

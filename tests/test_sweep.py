@@ -1,6 +1,5 @@
-"""A sweep that is killed, two processes that share a study, and a training that asks its callback.
-
-A stage costs nothing here: what papermill would execute is replaced by what it leaves."""
+"""A sweep that is killed, two processes that share a study, and a training that asks its callback. Stages are
+simulated: the files that papermill would produce are written directly."""
 import os
 import subprocess
 import sys
@@ -22,10 +21,10 @@ SPACE = ['--set', 'train.lr_max=1e-4:1e-2:log', '--set', 'model.n_units=8,16', '
 
 
 class Stage:
-    "Stands for papermill. A trial's PER falls with every step, to a level that depends on its values."
+    "Stand-in for papermill. A trial's PER falls with every step, to a level that depends on its values."
     def __init__(self, dies_in=None):
         self.dies_in = dies_in # Name of the run in which this process is killed, after its second step
-        self.steps = []        # Runs, a name for each step that was taken
+        self.steps = []        # Name of the run of each step
 
     def __call__(self, run, name):
         stage = StageRun(run, name).begin()
@@ -45,7 +44,7 @@ class Stage:
 
 
 def sweep(folder, *options):
-    "Call `b2t sweep`; returns its output and the table without times."
+    "Call `b2t sweep`; returns its output, and the table without times."
     import pandas as pd
     places = ['--out', str(folder/'out'), '--work', str(folder/'work')]
     keys = {option.partition('=')[0] for option in options}
@@ -76,7 +75,7 @@ def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
     whole, expected = sweep(tmp_path/'whole', '--trials', '6')
     assert whole.exit_code == 0, whole.output
     assert set(expected.state) == {'complete', 'pruned'} and len(expected) == 6
-    last = expected[expected.state == 'complete'].run.max() # The last one that is not cut short
+    last = expected[expected.state == 'complete'].run.max() # The last complete point
     code = [sys.executable, '-c', textwrap.dedent(DIES), str(Path(__file__).parent), str(tmp_path/'killed'), last]
     killed = subprocess.run(code, capture_output=True, text=True, timeout=400,
                             env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)})
@@ -94,7 +93,7 @@ def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
     assert f'b2t run --name {best} continues it' in done.output and (tmp_path/'out'/'toy'/'sweep.csv').exists()
     run = Run(tmp_path/'out'/best, tmp_path/'work')
     assert run.cfg.model.n_units == table['model.n_units'][0] and run.cfg.train.num_training_batches == 370
-    # Another range, or another value that all have, is another sweep
+    # Another range or common value makes another sweep
     other, _ = sweep(tmp_path, '--set', 'model.n_units=8,32')
     assert other.exit_code == 1 and 'range of model.n_units was' in other.output
     other, _ = sweep(tmp_path, '--set', 'train.seed=4')
@@ -117,13 +116,13 @@ def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
 
 
 def test_machines_share_a_study(stage, tmp_path):
-    "A journal in a folder that both see; each has its own runs, and leaves those of the other alone."
+    "A journal in a shared folder; each machine has its own runs, and does not change the other's."
     study = ['--study', str(tmp_path/'shared.journal')]
     sweep(tmp_path/'one', '--trials', '3', *study)
     import optuna
 
     from b2t_kaggle.training.trackers import open_storage
-    optuna.load_study(study_name='toy', storage=open_storage(study[1])).ask() # A third machine is at work on the fourth
+    optuna.load_study(study_name='toy', storage=open_storage(study[1])).ask() # A third machine has the fourth point
     done, table = sweep(tmp_path/'two', '--trials', '5', *study)
     assert len(table) == 5 and 'running elsewhere or lost there: toy-003' in done.output
     runs = {folder: {p.name for p in (tmp_path/folder/'out').iterdir()} for folder in ('one', 'two')}
@@ -131,7 +130,7 @@ def test_machines_share_a_study(stage, tmp_path):
 
 
 def test_what_cannot_be_searched(stage, tmp_path):
-    "It is refused before there is a folder or a study, so that the line can be corrected and called again."
+    "It is refused before a folder or a study is created, so that the command can be corrected and repeated."
     for options, why in ((['--set', 'train.lr_max=1e-2:1e-4'], 'write the lower end first'),
                          (['--set', 'model.rnn_dropout=0:3'], 'model.rnn_dropout'),
                          (['--set', 'model.bidirectional=0:1'], 'valid boolean (found 0.5)'),

@@ -1,4 +1,4 @@
-"Wheels and source archives of a few lines, for tests that give pip a folder instead of the internet."
+"""Wheels and source archives of a few lines, for tests in which pip uses a folder instead of the internet."""
 import io
 import tarfile
 import zipfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_wheel(folder, name, version, *lines, tag='py3-none-any', files=None):
-    "A wheel with these lines in its METADATA, such as 'Requires-Dist: numpy', and these files; returns its path."
+    "Write a wheel with these lines in its METADATA, such as 'Requires-Dist: numpy', and these files; returns its path."
     stem = f'{name}-{version}'
     info = f'{stem}.dist-info'
     metadata = '\n'.join(['Metadata-Version: 2.1', f'Name: {name}', f'Version: {version}', *lines, ''])
@@ -33,7 +33,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 
 
 def make_sdist(folder, name, version):
-    "A source archive of a package of one module, as PyPI has it of packages without wheels; returns its path."
+    "Write a source archive of a package with one module, like PyPI's for packages without wheels; returns its path."
     stem = f'{name}-{version}'
     texts = {'PKG-INFO': f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n',
              'pyproject.toml': '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',

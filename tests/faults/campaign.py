@@ -1,7 +1,7 @@
-"""How a case is tried: in a process of its own, so that a crash or a hang is one of its results; its memory, its
-processor time and its time are limited.
+"""Run a fault case in a separate process, so that a crash or hang is a result; memory, CPU time and wall-clock time are
+limited.
 
-The processes are copies of one that was started for that, has imported what they need, and never had a second thread.
+The processes are forked from a single-threaded one that has already imported their modules.
 """
 import multiprocessing
 import os
@@ -24,22 +24,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies  # noqa: E402
 
 HERE = Path(b2t_kaggle.__file__).parent
-REPORTED = ValueError, RuntimeError, OSError, ImportError  # What the command turns into one line
-MAX_GROWTH = 100 << 20  # Bytes of memory that reading one file of some kilobytes may take
-CPU_SECONDS = 20        # Of processor time for one file
-SECONDS = 300           # By the clock, on a machine that is busy with other things
+REPORTED = ValueError, RuntimeError, OSError, ImportError  # Errors that the command reports in one line
+MAX_GROWTH = 100 << 20  # Bytes of memory allowed for reading a file of a few kilobytes
+CPU_SECONDS = 20        # CPU time for one file
+SECONDS = 300           # Wall-clock time for one file, on a busy machine
 
 
-# In the process of its own
+# In the separate process
 
 def memory(name: str) -> int:
-    "A figure of this process in bytes: `VmRSS`, or `VmHWM`, the most since it was reset."
+    "Memory of this process in bytes: `VmRSS`, or `VmHWM`, the peak since its last reset."
     lines = Path('/proc/self/status').read_text().splitlines()
     return 1024*next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def complaint(e: Exception, kind: Kind, path: Path) -> str:
-    "What is wrong with an error; empty where nothing is."
+    "Problem with an error message, or `''`."
     text = str(e)
     raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename)
     if not isinstance(e, REPORTED): return 'an error that the command does not expect'
@@ -52,8 +52,8 @@ def complaint(e: Exception, kind: Kind, path: Path) -> str:
 
 
 def outcome(kind: Kind, path: Path) -> dict:
-    "What reading a file ends in: `result`, or `error`; and `complaint`, where that is not as promised."
-    Path('/proc/self/clear_refs').write_text('5')  # The most memory is counted from here on
+    "The `result` or `error` of reading a file, with a `complaint` if it is not as promised."
+    Path('/proc/self/clear_refs').write_text('5')  # Reset the memory peak
     before = memory('VmRSS')
     try: found = dict(result=str(kind.read(path)))
     except AssertionError as e: found = dict(error=str(e)[:2000], complaint='an assertion of the reader')
@@ -65,7 +65,7 @@ def outcome(kind: Kind, path: Path) -> dict:
 
 
 def put(kind: Kind, folder: Path) -> Path:
-    "A copy of all that belongs to a whole file, which may be changed."
+    "A copy of a kind's file and its folder, which may be changed."
     shutil.rmtree(folder, ignore_errors=True)
     root = kind.path.parents[1]
     shutil.copytree(root, folder)
@@ -73,11 +73,11 @@ def put(kind: Kind, folder: Path) -> Path:
 
 
 def try_all(kind: Kind, cases: list, folder: Path, out) -> None:
-    "Try cases, (name, make, arguments) each, and send a dict about each, one before and one after."
+    "Try cases `(name, make, arguments)` and send a dict about each, once before and once after."
     warnings.simplefilter('ignore')
     path = put(kind, folder)
     out.send(dict(case='whole'))
-    outcome(kind, path)  # Imports and compiles what reading needs, which is not the file's memory
+    outcome(kind, path)  # Import and compile the reader's code, which is not counted
     limit = memory('VmSize') + (4 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     expected = outcome(kind, path)
@@ -96,7 +96,7 @@ def try_all(kind: Kind, cases: list, folder: Path, out) -> None:
 
 
 def try_kind(out, copy: Path, folder: Path, name: str, n: int, secret: Path) -> None:
-    "All hostile cases of a kind, and `n` drawn ones."
+    "Try all hostile cases of a kind, and `n` random ones."
     kind = kinds_in(folder)[name]
     cases = [(str(i), lambda path, i: path.write_bytes(damaged(kind, name, i)), i) for i in range(n)]
     cases += [(case, make, secret) for case, make in HOSTILE[name].items()]
@@ -106,7 +106,7 @@ def try_kind(out, copy: Path, folder: Path, name: str, n: int, secret: Path) -> 
 def _raise(error: Exception): raise error
 
 
-# By what the report of it must say: readers that do not do as promised, given the path and the secret
+# Broken readers by the expected complaint, given the path and the secret
 READERS = {
     'an error that': lambda p, s: _raise(KeyError(p.name)),
     'a whole file is refused': lambda p, s: _raise(OSError(p.name)),
@@ -120,21 +120,21 @@ READERS = {
 
 
 def try_reader(out, copy: Path, path: Path, expected: str, secret: Path) -> None:
-    "One of `READERS`."
+    "Try one of `READERS`."
     kind = Kind(path, lambda p: READERS[expected](p, secret), has_checksum=True)
     try_all(kind, [('0', lambda p: p.write_text('changed'))], copy, out)
 
 
-# In the process of the tests
+# In the tests' process
 
 def start() -> None:
-    "Start the process that the others are copies of."
+    "Start the process that the others are forked from."
     copies.start(['campaign'])
 
 
 def in_a_process(target: Callable, *arguments, seconds: float = SECONDS) -> list[dict]:
-    """What each case ended in that `target(connection, *arguments)` tried; a case that the process did not survive, or
-    that took longer than `seconds`, has `complaint`."""
+    """Outcomes of the cases that `target(connection, *arguments)` tried; a case that crashed the process, or took
+    longer than `seconds`, has a `complaint`."""
     context = multiprocessing.get_context('forkserver')
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(sender, *arguments), daemon=True)
@@ -156,5 +156,5 @@ def in_a_process(target: Callable, *arguments, seconds: float = SECONDS) -> list
 
 
 def report(found: list[dict]) -> str:
-    "The cases that did not end as promised."
+    "The cases with a complaint."
     return '\n'.join(f'{f["case"]}: {f["complaint"]}: {f.get("error", "")[:400]}' for f in found if f.get('complaint'))

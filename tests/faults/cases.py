@@ -1,7 +1,5 @@
-"""Files of every kind that the kit reads, whole, damaged and hostile: what the campaign in `test_faults.py` tries.
-
-A kind has a small real file and a reader. Damage is drawn from a seed, so that a case is known by its kind and number.
-"""
+"""Undamaged, damaged and hostile files of every kind that the kit reads, for the campaign in `test_faults.py`. A kind
+has a small real file and a reader. Damage is drawn from a seed, so a case is identified by its kind and number."""
 import base64
 import gzip
 import io
@@ -53,14 +51,14 @@ DAY = 't15.2023.08.13'
 @dataclass(frozen=True)
 class Kind:
     "Files of one format."
-    path: Path                      # A whole one, in a folder of its own
-    read: Callable[[Path], object]  # What is compared, as text
-    has_checksum: bool = False      # Whether any change is noticed; else what is read may differ
-    n_lines: int = 1                # That an error may have
+    path: Path                      # Undamaged file, in a separate folder
+    read: Callable[[Path], object]  # Returns the content, to compare as text
+    has_checksum: bool = False      # Whether every change is detected; otherwise the content may differ
+    n_lines: int = 1                # Lines that an error may have
 
 
 def digest(*arrays: np.ndarray) -> str:
-    "A text that differs where an array does."
+    "A text that differs if an array differs."
     return ' '.join(f'{a.dtype} {a.shape} {zlib.crc32(np.ascontiguousarray(a).tobytes())}' for a in arrays)
 
 
@@ -84,7 +82,7 @@ def read_checkpoint(path):
 
 
 def read_official(path):
-    "Whichever of the two files was changed."
+    "Read the official checkpoint, whichever of its two files was changed."
     return read_checkpoint(path.parent)
 
 
@@ -94,7 +92,7 @@ def read_model(path):
 
 
 def read_sessions(path):
-    "What `check` and `pack` say of a session's file, which must agree."
+    "Results of `check` and `pack` for a session's file, which must agree."
     data = path.parents[1]
     problems = validate(data)
     text = problems.to_string()
@@ -137,7 +135,7 @@ ngram 2=3
 '''
 
 
-# The same as KenLM's build_binary (0.3.0) writes it, packed: not every machine has the program
+# Output of KenLM's build_binary (0.3.0), packed: not every machine has the program
 BINARIES = {
     'trie': (
         'eNrLzU0sUMjJVcgoKSmw0tfPzkhNTMtMzUnRS87P1U/OT0lVSMsvyk0sUShLLSrOzM9TMOViQIAGeyCxnxFI/AcCkAgjVIYJTB6w'
@@ -153,7 +151,7 @@ BINARIES = {
 
 
 def read_binary(path):
-    "A sentence's score, and what a search asks: words without context, words after states."
+    "A sentence's score, and the queries of a search: words without context, and words after states."
     lm = load_ngram(path)
     search = KenLMScorer(lm, ['how', 'are', 'you'])
     search.resolve(np.arange(5))
@@ -161,14 +159,14 @@ def read_binary(path):
 
 
 def read_last(path):
-    "What a training continues from."
+    "The state from which a training continues."
     store = TrialStore.open(path.parents[1]/'train.arrow')
     trainer = Trainer(store, None, last_config(store), start(pick_torch('cpu', 'float32')), path)
     return digest(*(v.numpy() for v in trainer.model.state_dict().values())) + f' {trainer.step} {trainer.best.metrics}'
 
 
 def read_weights_h5(path):
-    "Weights and configuration, which have checksums; all else is read."
+    "Weights and configuration, which have checksums; everything else is only read."
     from b2t_kaggle.tensorflow.checkpoint import load_last, load_weights
     load_last(path)
     weights, cfg = load_weights(path)
@@ -187,13 +185,13 @@ def read_stamp(path):
 
 
 def small_config(**overrides):
-    "Of a model of some hundred numbers."
+    "Configuration of a model with a few hundred weights."
     return with_overrides(preset('official'), {'neural_dim': 4, 'n_units': 3, 'n_layers': 1, 'patch_size': 2,
                                                'patch_stride': 1, 'data.sessions': [DAY], **overrides})
 
 
 def last_config(store):
-    "Of a training of some steps."
+    "Configuration of a training of a few steps."
     return small_config(**{'num_training_batches': 3, 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1, 'random_cut': 0,
                            'feature_subset': [0, 1, 2, 3], 'data.batch_size': 2, 'days_per_batch': 1})
 
@@ -203,7 +201,7 @@ NUMBERS = SimpleNamespace(frame_seconds=0.02, dimension=2, provenance=lambda: di
     np.array([[ord(c), 1] for c in s.text], 'float32') for s in speeches])
 
 
-# Name: file in a folder of its own, reader, and whether any change is noticed
+# Name: file in a separate folder, reader, and whether every change is detected
 KINDS = {
     'session': (f'{DAY}/data_train.hdf5', read_sessions, False),
     'trials': ('train.arrow', read_store, True),
@@ -225,11 +223,11 @@ KINDS = {
     'targets': ('targets.arrow', read_targets, True),
     'submission to check': ('submission.csv', lambda p: validate_submission(p, 2), False, 12),
 }
-TF_KINDS = {'weights.h5': ('last.weights.h5', read_weights_h5, True)}  # In processes that have TensorFlow
+TF_KINDS = {'weights.h5': ('last.weights.h5', read_weights_h5, True)}  # In processes with TensorFlow
 
 
 def kinds_in(folder: Path) -> dict[str, Kind]:
-    "The kinds whose files `make_kinds` and `make_tf_kinds` write."
+    "The kinds whose files were written by `make_kinds` and `make_tf_kinds`."
     return {name: Kind(folder/name/file, *rest) for name, (file, *rest) in (KINDS | TF_KINDS).items()}
 
 
@@ -271,13 +269,13 @@ def make_kinds(folder: Path) -> None:
 
 
 def make_last(path: Path, sessions: Path) -> None:
-    "A training's checkpoint after no step, and the trials beside it."
+    "Write a training's checkpoint before the first step, and its trials."
     store = TrialStore.build(sessions, 'train', path.parents[1]/'train.arrow', feature_subset=range(4), progress=False)
     Trainer(store, None, last_config(store), start(pick_torch('cpu', 'float32'))).save_last(path)
 
 
 def make_tf_kinds(folder: Path) -> None:
-    "Write the files that are TensorFlow's."
+    "Write the files of TensorFlow."
     from b2t_kaggle.tensorflow.checkpoint import save_last
     from b2t_kaggle.tensorflow.models import build_model
     path = kinds_in(folder)['weights.h5'].path
@@ -313,16 +311,16 @@ def leave_out(data: bytearray, r: random.Random):
 
 
 def exchange(data: bytearray, r: random.Random):
-    "Two blocks."
+    "Exchange two blocks."
     n = min(64, len(data)//3)
     a = r.randrange(len(data) - 2*n)
     b = r.randrange(a + n, len(data) - n)
-    b += (b - a) % 8 == 0 # Words exchanged within a page are not noticed (`ragged`)
+    b += (b - a) % 8 == 0 # Words exchanged within a page are not detected (`ragged`)
     data[a:a + n], data[b:b + n] = data[b:b + n], data[a:a + n]
 
 
 def long_digits(data: bytearray, r: random.Random):
-    "Numbers of another size, where there are digits."
+    "Replace digits by longer numbers."
     places = [i for i, c in enumerate(data) if chr(c).isdigit()] or [0]
     at = r.choice(places)
     data[at:at + 1] = r.choice((b'-1e999', b'9'*30, b'nan', b'-', b'0x7f', b'9'*5000))
@@ -342,14 +340,14 @@ def damaged(kind: Kind, name: str, number: int) -> bytes:
 # Hostile files, by kind
 
 def hdf5(change):
-    "A session's file with something changed in its second trial."
+    "A session's file with a change in its second trial."
     def make(path, secret):
         with h5py.File(path, 'a') as f: change(f['trial_0001'], secret)
     return make
 
 
 def replace_with(name, **options):
-    "Another dataset in place of one."
+    "Replace a dataset."
     def change(group, secret):
         del group[name]
         group.create_dataset(name, **options)
@@ -405,7 +403,7 @@ def model_fields(**fields):
 
 
 def compressed(path, secret):
-    "As an archive of two hundred times its size."
+    "The file as an archive that expands two hundred times."
     out = io.BytesIO()
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, 'w', zipfile.ZIP_DEFLATED) as new:
         for r in old.infolist(): new.writestr(r.filename, old.read(r))
@@ -414,14 +412,14 @@ def compressed(path, secret):
 
 
 def h5(change):
-    "A file of TensorFlow's weights with something changed."
+    "A TensorFlow weights file with a change."
     def make(path, secret):
         with h5py.File(path, 'a') as f: change(f, secret)
     return make
 
 
 def h5_texts(change):
-    "What stands beside weights, as another program may write it: with the right checksum."
+    "The texts beside the weights as another program may write them, with the right checksum."
     def make(f, secret):
         texts = {k: json.loads(v) for k, v in f.attrs.items() if isinstance(v, str)}
         change(texts)
@@ -434,7 +432,7 @@ def h5_config(**fields): return h5_texts(lambda t: t['config']['model'].update(f
 
 
 def some_weight(f):
-    "Group and name of a data set of Keras."
+    "Group and name of a dataset of Keras."
     found = []
     f.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) and '/vars/' in name else None)
     group, _, name = found[0].rpartition('/')
@@ -485,14 +483,14 @@ def edit_yaml(change):
 
 
 def arrow(compression=None, shape=(10,), kind='log_probs', columns=()):
-    "A file of Arrow's as another program may write it."
+    "An Arrow file as another program may write it."
     def make(path, secret):
         header = json.dumps(dict(version=1, kind=kind, metadata=dict(sessions=[DAY], split='train')))
         item = pa.float32()
         for n in reversed(shape): item = pa.list_(item, n)
         fields = [pa.field(n, pa.int64()) for n in columns] + [pa.field('values', pa.large_list(item))]
         schema = pa.schema(fields, metadata={'b2t_kaggle': header})
-        n = 10**6 if compression else 100 # Of 40 numbers where it is compressed
+        n = 10**6 if compression else 100 # Arrays of 40 numbers if compressed
         values = pa.array(np.zeros(n*math.prod(shape), 'float32'))
         for m in reversed(shape): values = pa.FixedSizeListArray.from_arrays(values, m)
         values = pa.LargeListArray.from_arrays(pa.array([0, n], pa.int64()), values)

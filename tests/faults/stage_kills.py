@@ -1,6 +1,6 @@
-"""Stages that are killed at one of their writes, in a process of their own. Python tells of a file before it is opened
-for writing, renamed or removed, and of folders, so that a kill comes before each of them, and after the one before;
-or the system kills the process in the middle of the next file that it writes, because that may not grow."""
+"""Kill stages at one of their writes, in a separate process. Python's audit events precede each opening, renaming and
+removal of a file or folder, so a kill can come before each of them; or the system kills the process in the middle of
+the next file, because a limit on the size of files is set."""
 import itertools
 import os
 import resource
@@ -21,19 +21,19 @@ STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'rescor
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
-# What stages take from elsewhere, below the folder `given` beside the room; those after them have it, too
+# External inputs of stages, in the folder `given` beside the room; later stages also use them
 GIVEN = {'rescore': {'rescore.llm': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
          'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]},
          'generate': {'audio.llm': 'audio_llm'}}
-# A stage that is of a run of its own, the stages before it, which are not killed, and its values
+# A stage of a separate run, the stages before it, which are not killed, and its values
 OWN = {'generate': ('infer', 'lm')}
 VALUES = {'generate': {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2}}
-PART = 100  # Bytes of a file that may be written
+PART = 100  # Bytes of a file that are written before the kill
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
 
 
 def values_of(room: Path, stage: str) -> dict:
-    "The configuration of a stage."
+    "Configuration values of a stage."
     folder = room.parent/'given'
     values = TINY | VALUES.get(stage, {})
     for name in [stage] if stage in OWN else STAGES[:STAGES.index(stage) + 1]:
@@ -47,7 +47,7 @@ def run_of(room: Path, stage: str = 'simulate') -> Run:
 
 
 def _is_write(event: str, args: tuple, room: str) -> bool:
-    "Whether Python tells of something that changes a file in a folder."
+    "Whether an audit event changes a file in a folder."
     if event == 'open': changes = isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     else: changes = event in WRITES
     name = args[0] if args else ''
@@ -55,18 +55,18 @@ def _is_write(event: str, args: tuple, room: str) -> bool:
 
 
 def _kill(halfway: bool) -> None:
-    "End this process now, or when it has written a part of a file."
+    "End this process now, or after it has written a part of a file."
     if not halfway: os.kill(os.getpid(), signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PART, PART))
 
 
 def be_killed(room: Path, at: int, halfway: bool) -> Callable[[], int]:
-    """Kill this process before write number `at` in the folder, from 0, or in the middle of what is written then.
-    Returns a function that gives the number of writes so far."""
+    """Kill this process before write number `at` in the folder, counted from 0, or in the middle of that write. Returns
+    a function that counts the writes so far."""
     os.environ['TMPDIR'] = str(room/'temporary')
-    sys.dont_write_bytecode = True  # Python would leave a part of a module beside its source, and never notice
+    sys.dont_write_bytecode = True  # Python would leave and use an incomplete .pyc file
     with open(os.devnull, 'w') as null:
-        for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which may not grow
+        for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which the limit affects
     n = 0
     def watch(event, args):
         nonlocal n
@@ -82,10 +82,10 @@ def be_killed(room: Path, at: int, halfway: bool) -> Callable[[], int]:
 
 def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None,
        until: str = '') -> None:
-    """Do a stage, and be killed at one of its writes; where it is not killed, note in the file `counted` how many there
-    were. With `until`, do that stage of its run."""
+    """Execute a stage, to be killed at one of its writes; if it survives, write the number of writes into the file
+    `counted`. With `until`, execute that stage of its run."""
     n_writes = be_killed(room, at, halfway)
-    # That files may not grow is no reason to refuse a stage here
+    # Stages must not be refused because of the limit
     with stages_here(), patch('resource.getrlimit', lambda which: (resource.RLIM_INFINITY,)*2):
         run_stages(run_of(room, stage), until or stage)
     if counted: counted.write_text(str(n_writes()))
@@ -93,7 +93,7 @@ def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | N
 
 def tune(room: Path, model: Path, sentences: list[str], at: int, halfway: bool = False,
          counted: Path | None = None) -> None:
-    "Fine-tune a language model, with its state written before each step, and be killed at one of the writes."
+    "Fine-tune a language model, with its state saved before each step, to be killed at one of the writes."
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune
     n_writes = be_killed(room, at, halfway)
@@ -104,6 +104,6 @@ def tune(room: Path, model: Path, sentences: list[str], at: int, halfway: bool =
 
 
 def put_back(saved: Path, room: Path) -> None:
-    "A folder as it was."
+    "Restore a folder."
     shutil.rmtree(room, ignore_errors=True)
     shutil.copytree(saved, room)

@@ -25,7 +25,7 @@ def kinds(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def secret(tmp_path_factory):
-    "A file of somebody else, as bytes and as HDF5."
+    "Another user's file, as bytes and as HDF5."
     path = tmp_path_factory.mktemp('elsewhere')/'secret'
     path.write_text(SECRET)
     with h5py.File(path.with_suffix('.h5'), 'w') as f:
@@ -36,7 +36,7 @@ def secret(tmp_path_factory):
 
 @pytest.mark.parametrize('name', KINDS)
 def test_hostile_files_and_damaged_ones(kinds, secret, tmp_path, name, request):
-    n = 0 if name.startswith('KenLM') else request.config.getoption('--faults') # Only its header is verified
+    n = 0 if name.startswith('KenLM') else request.config.getoption('--faults') # Only the header is verified
     found = in_a_process(try_kind, tmp_path/'case', kinds, name, n, secret)
     assert not report(found), report(found)
     assert len(found) == 1 + n + len(HOSTILE[name])
@@ -44,7 +44,7 @@ def test_hostile_files_and_damaged_ones(kinds, secret, tmp_path, name, request):
 
 @pytest.mark.parametrize('expected', READERS)
 def test_the_campaign_notices_what_it_looks_for(kinds, tmp_path, secret, expected):
-    "A reader that fails in each of the ways in turn."
+    "Readers that fail in each of the ways are all detected."
     seconds = {'seconds': 2} if expected == 'hangs' else {}
     found = in_a_process(try_reader, tmp_path/'case', kinds_in(kinds)['config'].path, expected, secret, **seconds)
     assert expected in report(found), found

@@ -1,6 +1,5 @@
-"""A fine-tuning that is killed at its writes, and started again: the same adapter, and nothing left over.
-
-A few writes are tried; `pytest tests/faults/test_finetune_kills.py --faults 1000` tries all, in minutes."""
+"""A fine-tuning that is killed at its writes and started again gives the same adapter and leaves no other files. A few
+writes are tried; `pytest tests/faults/test_finetune_kills.py --faults 1000` tries all, in minutes."""
 import hashlib
 import signal
 import sys
@@ -17,7 +16,7 @@ NEVER = 10**9
 
 
 def made(room: Path) -> dict[str, str]:
-    "Files that are there afterwards, and hashes of their contents."
+    "The files in the folder, and hashes of their contents."
     files = (p for p in room.rglob('*') if p.is_file())
     return {str(p.relative_to(room)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 

@@ -1,9 +1,6 @@
-"""Every stage, killed at its writes and between them, and done again: the same as if nobody had killed it, and nothing
-that is left over.
-
-A few kills of each stage are drawn; `pytest tests/faults/test_kills.py --faults 1000 -o faulthandler_timeout=0` tries
-all, which takes more than the ten minutes that a test may take else.
-"""
+"""Every stage that is killed at or between its writes and executed again gives the same result and leaves no other
+files. A few kills of each stage are drawn; `pytest tests/faults/test_kills.py --faults 1000 -o faulthandler_timeout=0`
+tries all, which takes longer than the usual limit of ten minutes per test."""
 import hashlib
 import shutil
 import signal
@@ -29,7 +26,7 @@ NEVER = 10**9
 
 
 def give(room: Path) -> None:
-    "Write what stages take from elsewhere: another system, a language model, and the log-probabilities of two models."
+    "Write the external inputs of stages: another system, a language model, and the log-probabilities of two models."
     run = run_of(room)
     given = room.parent/'given'
     given.mkdir(exist_ok=True)
@@ -45,7 +42,7 @@ def give(room: Path) -> None:
 
 @pytest.fixture(scope='module')
 def stages(tmp_path_factory):
-    "The folder of the run, what it was before each stage, how many writes a stage has, and what it made."
+    "The folder of the run, its content before each stage, the number of writes of each stage, and the results."
     tmp = tmp_path_factory.mktemp('kills')
     room = tmp/'room'
     room.mkdir()
@@ -63,14 +60,14 @@ def stages(tmp_path_factory):
 
 
 def _numbers(value) -> list[bytes]:
-    "All tensors in what a checkpoint has, in its order; the times that are noted beside them are none."
+    "All tensors in a checkpoint, in order, without recorded times."
     if torch.is_tensor(value): return [value.float().numpy().tobytes()]
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [number for v in values for number in _numbers(v)]
 
 
 def made(room: Path) -> dict[str, str]:
-    "A hash of everything that stages made, by file; without the times that are noted."
+    "A hash of each file that stages made, without recorded times."
     run = run_of(room)
     found = {}
     for path in sorted(p for p in room.rglob('*') if p.is_file()):
@@ -85,7 +82,7 @@ def made(room: Path) -> dict[str, str]:
 
 
 def draw(name: str, n: int, count: int) -> list[tuple[int, bool]]:
-    "Some of the kills before each of `count` writes, and in the middle of it."
+    "A random sample of kills, before and in the middle of each of `count` writes."
     cases = [(at, halfway) for at in range(count) for halfway in (False, True)]
     rng = np.random.default_rng(list(name.encode()))
     return [cases[i] for i in sorted(rng.permutation(len(cases))[:n])]
@@ -101,11 +98,11 @@ def test_a_stage_that_is_killed_at_a_write_makes_the_same(stages, name, request)
         when = f'after a kill {"in the middle of" if halfway else "before"} write {at}'
         put_back(room.parent/name, room)
         status = status_of(do, room, name, at, halfway)
-        # Nothing that may not grow is written after the last ones
+        # After the last events no file grows, so the process may survive
         assert status in ((-signal.SIGXFSZ, 0) if halfway else (-signal.SIGKILL,)), f'{name} ended with {status} {when}'
         kills += status != 0
-        assert status_of(do, room, name, NEVER) == 0, f'{name} does not go on {when}'
-        assert made(room) == expected, f'{name} makes something else {when}'
+        assert status_of(do, room, name, NEVER) == 0, f'{name} does not continue {when}'
+        assert made(room) == expected, f'{name} makes other files {when}'
         left = [p for p in room.rglob('.*') if '.tmp' in p.name]
         assert not left, f'{name} leaves something {when}: {left}'
     assert kills > 0

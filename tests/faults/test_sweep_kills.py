@@ -1,5 +1,5 @@
-"""A sweep that is killed before its writes, to files and to its storage, and called again: the same table, and nothing
-that is left over. Trainings cost nothing here (`test_sweep.Stage`)."""
+"""A sweep that is killed before its writes, to files and to its storage, and called again gives the same table and
+leaves no other files. Trainings are simulated (`test_sweep.Stage`)."""
 import os
 import signal
 import sqlite3
@@ -20,7 +20,7 @@ pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
 
 
 def do(folder: Path, study: str | None, at: int, counted: Path | None = None) -> None:
-    "Do a sweep of four points, and be killed before write `at`; otherwise write down the number of writes."
+    "Run a sweep of four points, to be killed before write `at`; if it survives, write down the number of writes."
     from test_sweep import Stage, pipeline, sweep
     n = 0
     def count():

@@ -1,8 +1,7 @@
-"""Every room writes on a disk that is full, into a folder that goes away, onto what is no file, and is killed.
-
-The promise: one line that names the file, why, what was kept and what to do; what was there before is as it was, and
-nothing else is left. A limit of the system on the size of files stands for the full disk; who may mount has a real one.
-"""
+"""Every package that writes files meets a full disk, a folder that disappears, a path that is not a file, and a kill.
+The promise: one line names the file, the reason, what was kept and the remedy; earlier files stay as they were, and no
+other files are left. A limit on the size of files simulates the full disk; a user who may mount file systems gets a
+real one."""
 import errno
 import gc
 import os
@@ -44,7 +43,7 @@ from b2t_kaggle.training.history import History
 from b2t_kaggle.training.recovery import checkpoint_bytes
 
 DAY = 't15.2023.08.13'
-LIMIT = 3000  # Bytes; each writer below writes more
+LIMIT = 3000  # Bytes; each of these writers writes more
 WORDS = [f'{a}{b}' for a in 'bdfgklmnprst' for b in ('ay', 'ee', 'ow', 'oo', 'an', 'it')]
 
 
@@ -54,7 +53,7 @@ def sentences(n, seed=0):
 
 
 def trials(n_bins=20):
-    "Two of a session."
+    "Two trials of a session."
     for i in range(2):
         features = np.random.default_rng(i).standard_normal((n_bins, 512)).astype('float32')
         yield Trial(DAY, 'train', f'trial_{i:04d}', 1, i, features, np.array([17, 38, 40]), 'Is.')
@@ -75,7 +74,7 @@ def write_folder(path):
 def write_cache(path): _write_cache(path, bytes(32), dict(order=3), dict(keys=np.zeros(LIMIT, np.int64)))
 
 
-# What writes more than the limit into a file of this name, by room
+# File name and writer by package; each writes more than the limit
 WRITERS = {
     'session': (f'{DAY}/data_train.hdf5', lambda p: write_session(p, trials())),
     'store': ('all.arrow', lambda p: write_ragged(p, [np.ones((LIMIT, 2))])),
@@ -93,7 +92,7 @@ WRITERS = {
 
 @contextmanager
 def largest_file(n_bytes):
-    "No file of this process grows beyond so many bytes; compiled modules would be cut, too."
+    "Limit the size of files that this process writes; compiled modules would also be truncated."
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with patch.object(sys, 'dont_write_bytecode', True):
         resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
@@ -107,7 +106,7 @@ def contents(folder):
 
 
 def check_line(error, path, *words):
-    "An error is one line that names the file, says what was kept and what to do."
+    "Check that an error is one line that names the file, says what was kept, and gives a remedy."
     text = str(error.value)
     for expected in (str(path), 'not written, because ', '. To do: ', *words): assert expected in text, text
     assert '\n' not in text and len(text) < 500
@@ -115,7 +114,7 @@ def check_line(error, path, *words):
 
 @pytest.mark.parametrize('room', WRITERS)
 def test_a_file_that_must_not_grow(room, tmp_path):
-    "At first, in place of an older one, and then with room."
+    "The first write, a replacement of an older file, and a write with enough space."
     name, write = WRITERS[room]
     path = tmp_path/name
     for before in ({}, None):
@@ -144,7 +143,7 @@ def test_what_is_no_file_is_not_replaced(room, tmp_path):
 
 
 def test_a_folder_that_goes_away(tmp_path, monkeypatch):
-    "Just before the file gets its name; a rename finds no folder then."
+    "The folder disappears just before the file is renamed."
     rename = os.replace
     def remove_first(old, new):
         shutil.rmtree(Path(new).parent)
@@ -170,7 +169,7 @@ def test_a_disk_that_is_full(small_disk):
         write(path)
         assert len(contents(small_disk/room)) == 1
         shutil.rmtree(small_disk/room)
-    gc.collect() # What still maps a file that was removed keeps a page of it
+    gc.collect() # Release memory maps of removed files
     with pytest.raises(WriteError, match='102 kB free, expected at least 200 kB for the trials'):
         require_space(small_disk, 200_000, 'the trials')
 
@@ -181,7 +180,7 @@ from pathlib import Path
 from b2t_kaggle.core.files import atomic_path, replaced_folder, scratch_folder
 
 def write(k):
-    "A file or a folder in each room, all at once."
+    "Write a file or a folder with each package's writer at the same time."
     if k == len(rooms):
         print('written', flush=True)
         sys.stdin.readline()
@@ -206,7 +205,7 @@ write(0)
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path):
-    "As long as it lives its files stay; what a folder was before it was replaced comes back."
+    "Its temporary files stay as long as it lives; a folder that was being replaced is restored."
     run = Run(tmp_path/'run', tmp_path/'work')
     adapter = run.dir/'adapter'
     adapter.mkdir()
@@ -231,7 +230,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
 
 
 def test_estimates_are_near_what_is_written(tmp_path):
-    "Rather more than too little."
+    "Estimates are rather too large than too small."
     write_session(session_path(tmp_path, DAY, 'train'), trials(400))
     for options in (dict(), dict(dtype='float32', feature_subset=list(range(64)))):
         path = tmp_path/'train.arrow'
@@ -296,7 +295,7 @@ def test_what_changes_while_it_is_read_is_called_that(tmp_path):
     damaged = bytearray(path.read_bytes())
     at = damaged.index(np.arange(4.).tobytes())
     damaged[at + 8] ^= 1
-    path.write_bytes(damaged)   # The file that is mapped
+    path.write_bytes(damaged)   # Change the mapped file
     os.utime(path, (0, 0))
     store[0]
     with pytest.raises(RaggedError, match=r'a\.arrow: changed since it was opened, array 1'): store[1]
@@ -304,6 +303,6 @@ def test_what_changes_while_it_is_read_is_called_that(tmp_path):
 
 
 def test_temporary_files_are_made_in_one_place():
-    "So that those of killed processes are known by their names."
+    "So the temporary files of killed processes have recognisable names."
     sources = Path(b2t_kaggle.__file__).parent.rglob('*.py')
     assert [f.name for f in sources if re.search(r'^(import|from) tempfile', f.read_text(), re.M)] == ['files.py']

@@ -1,4 +1,4 @@
-"Triton before TensorFlow, which the tests import themselves; devices.tensorflow says why."
+"""Import Triton before the tests import TensorFlow; devices.tensorflow gives the reason."""
 from b2t_kaggle.devices.tensorflow import load_triton
 
 load_triton()

@@ -1,4 +1,5 @@
-"Augmentations in TensorFlow: PyTorch's where nothing is random, its distribution elsewhere, the same compiled or not."
+"""Augmentations in TensorFlow: equal to PyTorch's if they are not random, otherwise equal in distribution; the same
+compiled or not."""
 import numpy as np
 import pytest
 
@@ -51,7 +52,7 @@ def test_masks_of_the_same_numbers_are_those_of_pytorch(lengths, n_masks, part, 
 
 
 def differ(a, b):
-    "Kolmogorov and Smirnov's test of two samples, at a level of 0.001."
+    "Whether two samples differ by the Kolmogorov-Smirnov test at the level 0.001."
     at = np.sort(np.concatenate([a, b]))
     def cumulative(sample): return np.searchsorted(np.sort(sample), at, 'right') / len(sample)
     distance = abs(cumulative(a) - cumulative(b)).max()
@@ -74,7 +75,8 @@ def test_noise_has_the_distribution_of_pytorchs(kw, samples):
 
 
 def test_the_whole_recipe_is_the_official_one_compiled_or_not():
-    "Gain, noise, offset, walk, cut, smoothing: replayed in PyTorch from the same random numbers; and trial by trial."
+    """Gain, noise, offset, walk, cut and smoothing are replayed in PyTorch from the same random numbers, also for
+    single trials."""
     cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,
                         random_cut=3, time_masks=2, channel_masks=.5)
     x = np.random.default_rng(0).standard_normal((3, 60, 4)).astype('float32')

@@ -1,4 +1,4 @@
-"Checkpoints in TensorFlow: a killed writer leaves a good file, and a damaged file is recognised whichever byte it is."
+"""Checkpoints in TensorFlow: a killed writer leaves a valid file, and a change of any byte of a file is detected."""
 import errno
 import os
 import pickle
@@ -20,7 +20,7 @@ from b2t_kaggle.training.checkpoints import CheckpointError
 
 SIZES = dict(neural_dim=2, n_units=2, n_layers=1, patch_size=2, patch_stride=1, n_classes=3)
 CFG = with_overrides(preset('official'), SIZES | dict(sessions=['t15.2023.08.11']))
-# In each file all weights, the state and the step are one number
+# In each file all weights, the state and the step are the same number
 WRITER = '''
 import sys
 import numpy as np
@@ -32,7 +32,7 @@ for step in range(10**9):
 '''
 
 def step_of(path):
-    "The step of a file, which all of it must be of."
+    "The step of a file, after checking that all of its arrays have it."
     last = load_last(path)
     model, _ = load_model(path)
     moments = np.unique(last['optimizer']['h0']['exp_avg'])
@@ -56,11 +56,11 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
             assert writer.poll() is None and time.monotonic() < end, (tmp_path/'log').read_text()[-2000:]
             time.sleep(0.05)
         steps = []
-        while len(steps) < 12 or len(set(steps)) < 3:  # what a stopped process shows is what a killed one leaves
+        while len(steps) < 12 or len(set(steps)) < 3:  # a stopped process leaves the same files as a killed one
             assert time.monotonic() < end, f'it writes too slowly: {steps}'
             time.sleep(rng.uniform(0, 0.1))
             writer.send_signal(signal.SIGSTOP)
-            os.waitpid(writer.pid, os.WUNTRACED)  # until it has stopped, a file may change between two reads
+            os.waitpid(writer.pid, os.WUNTRACED)  # before it stops, a file may change between two reads
             steps.append(step_of(path))
             writer.send_signal(signal.SIGCONT)
         time.sleep(rng.uniform(0, 0.1))
@@ -69,13 +69,13 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     steps.append(step_of(path))
     assert steps == sorted(steps) and len(set(steps)) > 2
     leftover = tmp_path/f'.last.weights.h5.{owner}.tmp.weights.h5'
-    leftover.write_bytes(b'half of a file')  # as the killed one may leave it
+    leftover.write_bytes(b'half of a file')  # as a killed process may leave it
     save_last(path, build_model(CFG.model, 1), CFG, {}, {}, dict(step=-1))
     assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
 
 
 def test_a_disk_that_fills(small_disk):
-    "HDF5 would end the process, if it wrote onto the disk."
+    "HDF5 would end the process if it wrote directly to the disk."
     (small_disk/'others').write_bytes(bytes(96 << 10))
     path = small_disk/'best.weights.h5'
     with pytest.raises(WriteError) as error: save_best(path, build_model(CFG.model, 1), CFG, {})
@@ -132,7 +132,7 @@ def test_a_configuration_of_any_length(tmp_path):
 
 
 def test_a_model_is_read_on_a_file_system_without_locks(tmp_path):
-    import no_locks  # Not at the head: the writer that is stopped imports this file elsewhere
+    import no_locks  # Not at the top: the stopped writer imports this file elsewhere
     save_best(tmp_path/'best.weights.h5', build_model(CFG.model, 1), CFG, dict(PER=0.5))
     code = 'import sys; from b2t_kaggle.tensorflow.checkpoint import load_model; load_model(sys.argv[1])'
     env = no_locks.environment(tmp_path, errno.ENOLCK)

@@ -1,5 +1,5 @@
-"""Weights move between PyTorch, TensorFlow and the official kit's form, from the command line too, and the models
-compute the same."""
+"""Weights are converted between PyTorch, TensorFlow and the official kit's format, also by the command line, and the
+models compute the same."""
 import numpy as np
 import pytest
 import torch
@@ -17,7 +17,7 @@ SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
 
 
 def trained(name, folder):
-    "A PyTorch model that has left its initial weights, saved as training saves it."
+    "A PyTorch model with changed weights, saved as after training."
     noise = {'noise_units': 5} if name == 'triple_gru' else {}
     sizes = {'model.name': name, 'neural_dim': 8, 'n_units': 6, 'data.sessions': SESSIONS}
     cfg = with_overrides(preset('demo'), sizes | noise)

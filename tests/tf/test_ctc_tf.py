@@ -1,4 +1,5 @@
-"CTC in TensorFlow against PyTorch's in double precision, over lengths and labels of all kinds, compiled and eagerly."
+"""CTC in TensorFlow against PyTorch's in double precision, for lengths and labels of all kinds, compiled and eagerly.
+"""
 import numpy as np
 import pytest
 
@@ -10,14 +11,13 @@ from hypothesis import strategies as st
 
 from b2t_kaggle.tensorflow.ctc import ctc_loss
 
-IMPOSSIBLE = -1e9  # stands for −∞ in PyTorch, whose gradient would be nan
+IMPOSSIBLE = -1e9  # replaces −∞ in PyTorch, whose gradient would be nan
 
 
 @st.composite
 def problems(draw, B, T, K, S):
-    """logits, labels, frames, numbers of labels, blank.
-
-    There are few classes, so that labels repeat; padding that must not be read; and some logits are −∞."""
+    """Random logits, labels, frames, numbers of labels, and the blank. There are few classes, so that labels repeat;
+    the padding is invalid; and some logits are −∞."""
     blank = draw(st.sampled_from([0, K - 1]))
     label = st.integers(0, K - 2).map(lambda k: k + (k >= blank))
     n_labels = draw(st.lists(st.integers(0, S), min_size=B, max_size=B))
@@ -35,7 +35,7 @@ def problems(draw, B, T, K, S):
 
 
 def theirs(logits, labels, frames, n_labels, blank):
-    "Losses and the gradient of their sum, each with a weight of its own."
+    "PyTorch's losses and the gradient of their weighted sum."
     x = torch.tensor(np.maximum(logits, IMPOSSIBLE), dtype=torch.float64, requires_grad=True)
     args = (torch.tensor(v) for v in (labels, frames, n_labels))
     losses = F.ctc_loss(x.log_softmax(-1).transpose(0, 1), *args, blank=blank, reduction='none')
@@ -74,7 +74,7 @@ def test_eagerly_in_any_shape(data, B, T, K, S):
 
 @pytest.mark.parametrize('dtype, tol', [('float32', 1e-4), ('bfloat16', 2e-2)])
 def test_long_trials(dtype, tol):
-    "500 frames: errors do not add up; the loss is float32, the gradient has the type of the logits."
+    "In 500 frames errors do not accumulate; the loss is float32, and the gradient has the type of the logits."
     rng = np.random.default_rng(0)
     x = tf.cast(3 * rng.standard_normal((2, 500, 41)), dtype)
     labels = rng.integers(1, 41, (2, 90)).astype('int32')
@@ -88,7 +88,7 @@ def test_long_trials(dtype, tol):
 
 
 def test_lengths_that_a_program_cannot_refuse():
-    "More labels than there are columns fit nowhere; more frames than there are count as all."
+    "More labels than columns never fit; more frames than rows count as all rows."
     x = np.random.default_rng(0).standard_normal((2, 6, 4))
     labels = np.array([[1, 2], [3, 0]], 'int32')
     usual, _ = compiled(x, labels, np.array([6, 6], 'int32'), np.array([2, 1], 'int32'), 0)

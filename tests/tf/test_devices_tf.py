@@ -1,6 +1,5 @@
-"""TensorFlow's devices: the real failure of a TPU that is not there, simulated TPUs and GPUs, eight logical processors.
-
-Of a TPU or GPU only TensorFlow's own calls are simulated."""
+"""TensorFlow's devices: the real failure of a missing TPU, simulated TPUs and GPUs, and eight logical CPUs. Only
+TensorFlow's own calls about a TPU or GPU are simulated."""
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ NOT_FOUND = tf.errors.NotFoundError(None, None, 'TPUs not found in the cluster. 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
-    "No variable of this machine, and no TPU that an earlier test started."
+    "Remove this machine's environment variables, and the TPU that an earlier test started."
     for k in detection.TPU_VARIABLES + detection._OTHER_VARIABLES: monkeypatch.delenv(k, raising=False)
     devices._start_tpu.cache_clear()
     yield
@@ -35,9 +34,8 @@ def bare(monkeypatch):
 
 
 def simulate_tpu(monkeypatch, cores, environ, replicas=None, **failures):
-    """TensorFlow's calls, as they are on a TPU of so many cores; returns them.
-
-    A failure is raised by `resolve`, `connect` or `initialize`."""
+    """Replace TensorFlow's calls by those of a TPU with so many cores, and return them. `resolve`, `connect` or
+    `initialize` may fail."""
     calls = []
     def call(name, result):
         def f(*args, **kwargs):
@@ -61,7 +59,7 @@ def test_no_tpu_really_fails(capsys):
     with pytest.raises(DeviceError, match="accelerator tpu: tensorflow.* has no kernels for a TPU; use PyTorch") as e:
         create_tpu_strategy('local', 'tpu')
     cause = e.value.__cause__.__cause__.__cause__
-    assert isinstance(cause, tf.errors.NotFoundError)  # only initialize_tpu_system notices
+    assert isinstance(cause, tf.errors.NotFoundError)  # only initialize_tpu_system detects it
     strategy = create_tpu_strategy('local')
     assert strategy is tf.distribute.get_strategy() and strategy.num_replicas_in_sync == 1
     out = capsys.readouterr().out
@@ -171,7 +169,7 @@ def test_a_tpu_without_cores(monkeypatch):
 
 
 def simulate_gpus(monkeypatch, capability, n=2, driver=2):
-    "TensorFlow's calls on a machine with GPUs; returns what it was told to show."
+    "Simulate TensorFlow's calls on a machine with GPUs; returns the visible devices that were set."
     shown = []
     logical = tf.config.list_logical_devices
     details = dict(device_name='NVIDIA X', compute_capability=capability)
@@ -243,7 +241,7 @@ print([int(i) for i in strategy.experimental_local_results(ids)], pick_tensorflo
 
 
 def test_an_optimiser_of_pytorch_after_tensorflow():
-    "It loads Triton, which ends a process in which TensorFlow came first."
+    "It imports Triton, which crashes a process that imported TensorFlow first."
     if not find_spec('triton'): pytest.skip('this PyTorch has no Triton; builds for GPUs do')
     code = ('from b2t_kaggle.tensorflow import layers\nimport torch\n'
             'torch.optim.SGD([torch.zeros(1, requires_grad=True)])')
@@ -253,7 +251,7 @@ def test_an_optimiser_of_pytorch_after_tensorflow():
 
 
 def test_processors_compute_bfloat16_by_way_of_float32():
-    "Why float32 is the default there."
+    "So float32 is the default on CPUs."
     if 'amx_bf16' in cpu_flags(): pytest.skip('seen on processors without AMX')
     with tf.device('CPU'):
         a = tf.ones([16, 16], tf.bfloat16)
@@ -274,7 +272,7 @@ def test_mixed_precision_follows_the_device(monkeypatch):
         ]:
             configured = configure_mixed_precision(Device(kind, '', precision, ''), disable)
             assert configured == policy == keras.mixed_precision.global_policy().name
-        assert configure_mixed_precision() == configure_mixed_precision('auto') == 'float32'  # of a processor
+        assert configure_mixed_precision() == configure_mixed_precision('auto') == 'float32'  # on a CPU
         monkeypatch.setattr(devices, 'pick_tensorflow', lambda: Device('cuda', '', 'bfloat16', ''))
         for device in (None, 'auto'):
             assert configure_mixed_precision(device) == 'mixed_bfloat16'

@@ -1,4 +1,4 @@
-"What every encoder of TensorFlow must do. The registry is the list: an encoder is tested by being there."
+"""Requirements of every TensorFlow encoder. All encoders in the registry are tested."""
 import json
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(data, tmp_path_factory):
-    "The folder and the result of a training that was never interrupted, by encoder."
+    "The folder and the result of an uninterrupted training, by encoder."
     runs = {}
     def get(name):
         if name not in runs:
@@ -58,7 +58,7 @@ def test_overfits_a_toy(name, trained):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_padding_changes_nothing(name, trained):
-    "What lies beyond a trial's end is garbage here; its own frames are those of the trial alone."
+    "With garbage after a trial's end, its frames equal those of the trial alone."
     model, cfg = load_model(trained(name)[0]/'best.weights.h5')
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 60, 16)).astype('float32')
@@ -80,7 +80,7 @@ def train_in_a_copy(allowed, folder, cfg, out):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
-    "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
+    "After SIGKILL at the first checkpoint, the final weights equal those of an uninterrupted run, bit for bit."
     without_kill, never_killed = trained(name)
     cfg = with_steps(config(name), never_killed['step'])
     start_copies()
@@ -94,7 +94,7 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_saves_and_loads(name, data, trained, tmp_path):
-    "What is inferred from the file is what the model in memory says."
+    "Inference from the file equals the model in memory."
     file = trained(name)[0]/'best.weights.h5'
     model, cfg = load_model(file)
     store, _ = open_toy(data)
@@ -106,7 +106,7 @@ def test_saves_and_loads(name, data, trained, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_official_form_or_refusal(name, trained, tmp_path):
-    "Through `b2t convert`, to the official kit's folder and back, bit for bit; or one sentence."
+    "`b2t convert` to the official kit's folder and back is exact, bit for bit, or is refused in one sentence."
     file = trained(name)[0]/'best.weights.h5'
     model, cfg = load_model(file)
     if reason := cfg.model.no_official_form():
@@ -121,7 +121,7 @@ def test_official_form_or_refusal(name, trained, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_parts_of_a_batch_give_the_steps_of_the_whole(name, data, tmp_path):
-    "In turn, by accumulated gradients, and at once, on two devices."
+    "One after another with accumulated gradients, and in parallel on two devices."
     start_copies()
     p = copies.call(write_first_steps, tmp_path/'two.json', 2, name, data)
     whole = first_steps(name, data)

@@ -1,4 +1,4 @@
-"Damaged and hostile files of TensorFlow's weights, as in tests/faults."
+"""Damaged and hostile weights files of TensorFlow, as in tests/faults."""
 import sys
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""A training of TensorFlow that is asked to end in each of the ways there are: what it had is saved, and it says how
-much that is."""
+"""A TensorFlow training is stopped by each kind of signal: it saves its progress, and reports how much it saved."""
 import os
 import signal
 import subprocess
@@ -35,8 +34,8 @@ def toy(tmp_path_factory):
 
 
 def train_aloud(folder, out, writing):
-    "In a process of its own: what it says goes to a pipe, what its interruption says to a file."
-    signal.signal(signal.SIGHUP, signal.SIG_DFL) # `nohup` has it ignored
+    "Train in a separate process: its output goes to a pipe, and the message of its interruption to a file."
+    signal.signal(signal.SIGHUP, signal.SIG_DFL) # `nohup` ignores it
     for stream in 1, 2: os.dup2(writing.fileno(), stream)
     writing.close()
     try: train(*open_stores(folder), cpu_config(**WITHOUT_END), out)
@@ -61,7 +60,7 @@ def test_a_training(toy, tmp_path, how):
 
 
 def test_a_scheduler_that_ends_every_process_of_a_run(tmp_path):
-    "SIGTERM to the command and to all that it started."
+    "SIGTERM to the command and to all processes that it started."
     values = {'train.framework': 'tensorflow', 'data.n_buckets': 1}
     with stages_here(): run_stages(Run(tmp_path/'run', tmp_path/'data', SMALL | values), 'pack')
     line = command(tmp_path, tmp_path/'data', **values)
@@ -69,7 +68,7 @@ def test_a_scheduler_that_ends_every_process_of_a_run(tmp_path):
         read_until(p.stdout.fileno(), STEPS)
         started = family(p.pid)
         for q in [p, *started]:
-            with suppress(psutil.NoSuchProcess): q.send_signal(signal.SIGTERM) # The first one may have ended others
+            with suppress(psutil.NoSuchProcess): q.send_signal(signal.SIGTERM) # The first signal may have ended others
         rest = p.stdout.read().decode()
         assert p.wait(LIMIT) == 128 + signal.SIGTERM, rest
     assert not psutil.wait_procs(started, timeout=LIMIT)[1]

@@ -1,5 +1,5 @@
-"""nbs/kaggle/train.ipynb with TensorFlow as Kaggle executes it, by papermill, with the packages of its GPU image; and
-what it prints about the machine."""
+"""nbs/kaggle/train.ipynb with TensorFlow as on Kaggle, executed by papermill with the packages of its GPU image, and
+its output about the machine."""
 from dataclasses import replace
 
 import pytest

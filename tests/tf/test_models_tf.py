@@ -1,5 +1,5 @@
-"""GRU and transformer in TensorFlow against those in PyTorch, weights, logits and gradients; compiled against eager;
-our loop against Keras' own layers; bfloat16."""
+"""GRU and transformer in TensorFlow against those in PyTorch (weights, logits and gradients), compiled against eager,
+our loop against Keras' own layers, and bfloat16."""
 import numpy as np
 import pytest
 import torch
@@ -19,7 +19,7 @@ SMALL = dict(neural_dim=6, n_units=8, n_days=4, n_classes=5)
 
 
 def random_torch(cls, seed=0, **sizes):
-    "A PyTorch model whose weights are nowhere zero, in evaluation."
+    "A PyTorch model without zero weights, in evaluation mode."
     torch.manual_seed(seed)
     model = cls(**sizes).eval()
     for p in model.parameters(): torch.nn.init.normal_(p, std=p.shape[-1]**-0.5)
@@ -27,7 +27,7 @@ def random_torch(cls, seed=0, **sizes):
 
 
 def batch(lengths, neural_dim=6, n_days=4, seed=0):
-    "Features padded with zeros, as the trainer pads, days, and lengths."
+    "Features padded with zeros, as in training, with days and lengths."
     rng = np.random.default_rng(seed)
     n = np.array(lengths)
     inside = (np.arange(n.max()) < n[:, None])[..., None]
@@ -36,7 +36,7 @@ def batch(lengths, neural_dim=6, n_days=4, seed=0):
 
 
 def weighted(outs, frames, lib):
-    "A loss without CTC: each number inside a trial's own frames times a number. `lib` is torch or tensorflow."
+    "A loss without CTC: a weighted sum of the outputs inside each trial's own frames. `lib` is torch or tensorflow."
     loss = 0.
     for i, out in enumerate(outs):
         inside = (np.arange(out.shape[1]) < frames[:, None])[..., None]
@@ -57,7 +57,7 @@ def torch_results(model, x, day, n_bins, **kw):
 
 
 def tf_results(model, x, day, n_bins, jit=False, **kw):
-    "The same, and gradients by our names."
+    "Outputs, and gradients by our names."
     frames = model.cfg.n_frames(n_bins)
     variables = model.named_variables()
     def step(x, day):
@@ -81,7 +81,7 @@ def assert_same_results(ours, theirs, frames, tol=1e-4):
 
 
 def assert_parity(theirs, ours, lengths, jit=False, **kw):
-    "PyTorch's weights in the model of TensorFlow: logits, gradients, and the weights' way back."
+    "Check TensorFlow's model with PyTorch's weights: logits, gradients, and the conversion back."
     state = {k: v.numpy() for k, v in theirs.state_dict().items()}
     ours.from_state(state)
     back = ours.to_state()
@@ -102,7 +102,7 @@ def test_parity_with_pytorch(n_layers, patch_size, patch_stride, jit):
 
 @pytest.mark.parametrize('fields', [{}, dict(causal=True), dict(day_layer=True)])
 def test_transformers_parity_with_pytorch(fields):
-    "Trials of different length, one of which fills no patch at its end; contexts and distances that end within it."
+    "Trials of different length, one with an incomplete last patch; contexts and distances shorter than the trials."
     cfg = TransformerConfig(neural_dim=6, n_classes=5, n_units=12, n_layers=2, n_heads=2, head_dim=5, patch_size=2,
                             left_context=4, left_context_min=4, **fields)
     cfg = cfg.model_copy(update=dict(position_buckets=8, max_distance=9))
@@ -113,7 +113,7 @@ def test_transformers_parity_with_pytorch(fields):
 
 
 def test_official_weights():
-    "From a tensor per day and a prefix to PyTorch's model, and from there to this one."
+    "The official weights, with a tensor per day and a prefix, converted to PyTorch's model and from there to this one."
     sizes = SMALL | dict(n_layers=2, patch_size=4, patch_stride=2)
     theirs, ours = random_torch(pt.GRUDecoder, **sizes), GRUDecoder(**sizes)
     official = {f'_orig_mod.{k}': v for k, v in theirs.state_dict().items() if not k.startswith('day_')}
@@ -128,7 +128,7 @@ def test_official_weights():
 @given(n_in=st.integers(1, 5), n_units=st.integers(1, 6), n_layers=st.integers(1, 3), B=st.integers(1, 3),
        T=st.integers(1, 9), seed=st.integers(0, 99))
 def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
-    "States and the gradients of everything, for any sizes."
+    "States and all gradients, for any sizes."
     keras.utils.set_random_seed(seed)
     gru = recurrence.GRU(n_in, n_units, n_layers)
     x, h0, w = (tf.random.normal(shape) for shape in ((B, T, n_in), (B, n_units), (B, T, n_units)))
@@ -140,7 +140,7 @@ def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
         return y, *tape.gradient(loss, [x, h0, *gru.trainable_variables])
     ours = results()
     with pytest.MonkeyPatch.context() as m:
-        # Keras' layers, which on a machine without a GPU compute what cuDNN would
+        # Keras' layers, which without a GPU compute the same as cuDNN
         m.setattr(recurrence, 'uses_cudnn', lambda: True)
         m.setattr(recurrence, 'gru_layer', None)
         theirs = results()
@@ -148,7 +148,7 @@ def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
 
 
 def test_compiled_equals_eager():
-    "With dropout, whose numbers are the same."
+    "Also with dropout, which draws the same numbers."
     keras.utils.set_random_seed(0)
     model = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=2, patch_size=5, patch_stride=3)
     args = batch([23, 14])
@@ -170,7 +170,7 @@ def test_dropout_of_a_trial_does_not_depend_on_its_batch():
 
 
 def training_step(model, **kw):
-    "A step's compiled program: loss and gradients, with dropout."
+    "The compiled program of a step: loss and gradients, with dropout."
     @tf.function(jit_compile=True)
     def step(x, day, seeds):
         with tf.GradientTape() as tape:
@@ -181,7 +181,7 @@ def training_step(model, **kw):
 
 
 def program_sizes(model, **kw):
-    "Lines of the program that XLA gets for trials of 20 and 200 bins."
+    "Lines of XLA's program for trials of 20 and 200 bins."
     step = training_step(model, **kw)
     def size(T):
         specs = tf.TensorSpec((2, T, 6)), tf.TensorSpec((2,), tf.int32), tf.TensorSpec((2, 2), tf.int32)

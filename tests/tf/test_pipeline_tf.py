@@ -1,5 +1,5 @@
-"""A run with --framework tensorflow, through the command line, leaves what PyTorch's leaves, and goes on in the other
-framework. Papermill executes the stages that compute with TensorFlow; the others are tried in test_pipeline."""
+"""A run with --framework tensorflow leaves the same files as with PyTorch, and continues in the other framework.
+Papermill executes the stages that compute with TensorFlow; the others are tested in test_pipeline."""
 import csv
 import json
 import sys
@@ -20,14 +20,14 @@ from b2t_kaggle.pytorch.checkpoint import to_official_args
 from b2t_kaggle.tensorflow.checkpoint import load_model
 from b2t_kaggle.training.history import read_history
 
-# Some are given by options of their own, which --set must not contradict
+# Some have separate options, which --set must not contradict
 SIZES = {'data.batch_size': 8, 'train.num_training_batches': 4}
 TINY = sets(SMALL | {'data.n_buckets': 1} | SIZES)
 
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-    "A run to the submission: its folder, and the options that made it."
+    "A run up to the submission: its folder, and the options that made it."
     tmp = tmp_path_factory.mktemp('runs')
     options = ['--output-dir', tmp/'mine', '--work', tmp/'data']
     sizes = ['--batch-size', '8', '--num-batches', '4', '--disable_mixed_precision']
@@ -46,7 +46,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def float32_afterwards():
-    "A run in this process leaves its precision to what comes after it."
+    "Reset the precision that a run in this process sets."
     yield
     configure_mixed_precision('float32')
 
@@ -76,7 +76,7 @@ def test_infer_and_the_way_to_pytorch(finished, tmp_path):
 
 
 def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
-    "By the command as its users know it; only what a small machine cannot do is overridden."
+    "With the usual command; only values that are too large for a small machine are overridden."
     out, _ = finished
     sessions = ['t15.2023.08.11', 't15.2023.08.13']
     cfg = with_overrides(preset('official'), {'data.sessions': sessions})
@@ -94,7 +94,7 @@ def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
 
 
 def test_a_schedule_that_is_longer_than_the_run_is_said(finished, tmp_path):
-    work = finished[0].parent/'data'   # where there are sessions already
+    work = finished[0].parent/'data'   # which already has sessions
     r = command('simulate', '--out', tmp_path, '--work', work, *TINY, '--set', 'lr_decay_steps=1000')
     warning = 'The learning rate decays over more batches than the 4 of the run'
     assert r.exit_code == 0 and warning in r.stderr, r.output

@@ -1,5 +1,5 @@
-"""The notebooks that hand batches to replicas hold with two of them, as with one: each in a process of its own, because
-devices are settled before TensorFlow starts."""
+"""Notebooks that distribute batches over replicas also pass with two replicas, each in a separate process, because
+devices are fixed when TensorFlow starts."""
 import os
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_notebook(path):
-    "As nbdev_test does."
+    "Run a notebook like nbdev_test."
     from nbdev.config import get_config
     from nbdev.test import test_nb as run
     os.chdir(ROOT)

@@ -1,4 +1,4 @@
-"The TensorFlow trainer: PyTorch's steps, the same on eight devices as on one, and exact resume after SIGKILL."
+"""The TensorFlow trainer: PyTorch's steps, the same on eight devices as on one, and exact resumption after SIGKILL."""
 import json
 import sys
 from pathlib import Path
@@ -52,8 +52,8 @@ TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8}
 
 @pytest.mark.parametrize('model', [{'n_buckets': 2}, TRIPLE], ids=['gru', 'triple_gru'])
 def test_the_steps_are_those_of_pytorchs_trainer(stores, model):
-    """From the same weights: losses, norms, validation, and every weight. Two buckets, clipping, an epsilon that
-    matters, and decay everywhere."""
+    """From the same weights: losses, norms, validation, and every weight. With two buckets, clipping, a large epsilon,
+    and weight decay everywhere."""
     recipe = {'weight_decay': .02, 'weight_decay_day': .01, 'grad_norm_clip_value': 7.5, 'epsilon': .1,
               'lr_max_day': .02, 'lr_warmup_steps': 2}
     cfg = cpu_config(**NOTHING_RANDOM | model | recipe)
@@ -77,7 +77,7 @@ def test_the_steps_are_those_of_pytorchs_trainer(stores, model):
 
 
 def test_a_compiler_sees_the_same_program_whatever_a_step_draws(stores):
-    "Seeds, cut, days and rates are data: XLA makes one program for a length, not only TensorFlow one trace."
+    "Seeds, cut, days and learning rates are tensors, so XLA also compiles only one program per length."
     t = new_trainer(stores)
     programs = set()
     for t.step in range(4):
@@ -88,7 +88,7 @@ def test_a_compiler_sees_the_same_program_whatever_a_step_draws(stores):
 
 
 def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
-    "Noise, cuts and dropout included; eight are not compiled by XLA, one is."
+    "Including noise, cuts and dropout; XLA compiles only the program for one device."
     sizes = {'data.batch_size': 16}
     start_copies()
     p = copies.call(write_steps, tmp_path/'eight.json', 8, stores[0].path.parent, cpu_config(**sizes))
@@ -107,7 +107,7 @@ def train_in_a_copy(allowed, folder, overrides, out):
 
 
 def killed_run(stores, out, overrides):
-    "A run that is killed some steps after its first checkpoint. Returns the step that it had saved."
+    "Kill a run some steps after its first checkpoint. Returns the saved step."
     start_copies()
     last = out/'last.weights.h5'
     arguments = stores[0].path.parent, overrides, out
@@ -133,16 +133,16 @@ def test_a_run_that_is_killed_ends_with_the_same_weights(stores, tmp_path, capsy
 
 
 def inference_agrees_with_validation(stores, folder, result):
-    "The PER of the log-probabilities on disk is the PER that training reported for the same weights."
+    "The PER of the log-probabilities on disk equals the PER that training reported for the same weights."
     logits = infer(folder, stores[1], folder/'val.arrow', accelerator='cpu', batch_size=5, progress=False)
     assert per_of(logits, stores[1]) == pytest.approx(result['val_per'])
 
 
 def losses_in(stores, precision):
-    "Of twelve steps in parts, and the trainer after them."
+    "Losses of twelve steps with micro-batches, and the trainer after them."
     kw = {'accumulate': 2, 'precision': precision, 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1, 'n_layers': 1}
     t = new_trainer(stores, precision, **kw)
-    if t.scaler: t.scaler.load_state_dict(dict(scale=2.**10, n_good=0))  # the first scale would cost some steps
+    if t.scaler: t.scaler.load_state_dict(dict(scale=2.**10, n_good=0))  # the initial scale would skip some steps
     return t, np.array([r.losses for r in map(t.train_step, t.loader(0, 12))])
 
 
@@ -152,8 +152,8 @@ def exact_losses(stores): return losses_in(stores, 'float32')[1]
 
 @pytest.mark.parametrize('precision', ['bfloat16', 'float16'])
 def test_a_run_in_16_bits(stores, tmp_path, precision, exact_losses):
-    """Takes nearly the steps of float32, in parts too, and its log-probabilities are nearly those that float32 finds
-    for its weights."""
+    """It takes nearly the steps of float32, also with micro-batches, and its log-probabilities are close to those
+    computed in float32 from its weights."""
     def log_probs(precision):
         path = tmp_path/f'{precision}.arrow'
         return np.concatenate([*infer(tmp_path, stores[1], path, 'cpu', precision, progress=False)])
@@ -181,8 +181,7 @@ def everything(t):
 
 
 def overflows_and_restores(t, path):
-    """An overflow leaves everything but the scale; what was saved shortly before the scale is doubled goes on to the
-    last bit."""
+    "An overflow changes only the scale; a state saved shortly before the scale doubles continues exactly."
     def take(n):
         first = t.step
         results = [t.train_step(b) for b in t.loader(first, first + n)]
@@ -215,7 +214,7 @@ def test_without_tensorboard_no_step_is_taken(stores, tmp_path, monkeypatch):
 
 
 def test_a_time_budget_and_early_stopping(stores, tmp_path):
-    "Without learning nothing improves after the first validation; what the budget cut off goes on."
+    "With a learning rate of zero no validation improves after the first; a run that the budget stopped continues."
     kw = dict(lr_max=1e-12, lr_max_day=1e-12, lr_min=0, lr_min_day=0, early_stopping=True, early_stopping_val_steps=2,
               batches_per_val_step=3, n_layers=1)
     hurried = train(*stores, cpu_config(**kw, time_budget=1e-6), tmp_path, progress=False)
@@ -242,7 +241,7 @@ def test_a_best_model_that_is_lost_is_made_again(stores, tmp_path, capsys):
 
 
 def test_another_model_in_place_of_the_best_one(stores, tmp_path, capsys):
-    "The weights of another step under the figures of the best one, and a whole best model without its state."
+    "Another step's weights with the best model's metrics, and a complete best model without its state."
     cfg = cpu_config(num_training_batches=4, batches_per_val_step=2, lr_max=1e-12, lr_max_day=1e-12, lr_min=0,
                      lr_min_day=0) # Nothing improves after the first validation
     best, last = (tmp_path/name['tensorflow'] for name in (BEST, LAST))
@@ -284,7 +283,7 @@ def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
 
 
 def test_a_full_memory_is_explained(stores):
-    "TensorFlow's own error."
+    "From TensorFlow's own error."
     t = new_trainer(stores, accumulate=2)
     device = t.backend.device.name
     with pytest.raises(tf.errors.ResourceExhaustedError) as full: tf.ones([2**44])
@@ -294,4 +293,4 @@ def test_a_full_memory_is_explained(stores):
     t.current = 'validating'
     with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
         raise_if_oom(full.value, device, t.cfg, t)
-    raise_if_oom(RuntimeError('something else'), device, t.cfg, t)   # is left alone
+    raise_if_oom(RuntimeError('something else'), device, t.cfg, t)   # does not raise

@@ -33,14 +33,14 @@ def small_model(n_days, **sizes):
     (dict(patch_size=0, patch_stride=0, noise_units=4), False),
 ])
 def test_parity_with_pytorch(change, jit):
-    "All three outputs, and every gradient, with the adversary's reversed."
+    "All three outputs, and every gradient, including the reversed one of the adversary."
     sizes = PATCHED | change
     theirs = random_torch(pt.TripleGRUDecoder, **sizes)
     assert_parity(theirs, small_model(**sizes), [23, 12, 18], jit, mode='full', grl_lambda=0.3)
 
 
 def test_loss_equals_pytorchs():
-    "Value and gradients, for trials of different length, one of them without a frame."
+    "Value and gradients, for trials of different length, one of them without frames."
     rng = np.random.default_rng(0)
     frames = np.array([6, 1, 4, 0])
     arrays = [rng.normal(size=(4, 6, n)).astype(np.float32) for n in (5, 5, 11)]
@@ -94,5 +94,5 @@ def test_program_does_not_grow_with_the_trial():
 
 def test_bfloat16_trains(bfloat16):  # noqa: F811
     keras.utils.set_random_seed(0)
-    # not reversed: both readers learn
+    # not reversed: both models learn
     assert_trains(small_model(**PATCHED | dict(n_layers=1), noise_units=4), mode='full', grl_lambda=-1.)

@@ -1,5 +1,5 @@
-"""Trains a toy, also on some logical devices of the processor. Their number is settled when TensorFlow starts, so that
-is done in a copy of a process that has imported it and started nothing."""
+"""Train a toy model, also on several logical CPUs. Their number is fixed when TensorFlow starts, so each training runs
+in a fork of a process that has imported TensorFlow but not started it."""
 import json
 import sys
 from pathlib import Path
@@ -16,12 +16,12 @@ from b2t_kaggle.tensorflow.trainer import Trainer
 
 
 def start_copies():
-    "What they have imported starts no device, and so no thread of TensorFlow."
+    "Start the process to fork; its imports start no device, and so no thread of TensorFlow."
     copies.start(['b2t_kaggle.tensorflow.trainer'])
 
 
 def steps(t, n):
-    "Losses, gradient norms and lengths of some steps, and a validation."
+    "Losses, gradient norms and lengths of a few steps, and a validation."
     results, lengths = [], []
     for batch in t.loader(t.step, t.step + n):
         results.append(t.train_step(batch))
@@ -31,8 +31,8 @@ def steps(t, n):
 
 
 def first_steps(name, folder, **changes):
-    "Mean losses and gradient norms of an encoder's first steps on the toy of `encoders`, and on how many devices."
-    # A program for a second length takes as long as all steps do, and test_trainer_tf has one
+    "Mean losses and gradient norms of an encoder's first steps on the toy of `encoders`, and the number of devices."
+    # Compiling for a second length takes as long as all steps; test_trainer_tf does it
     cfg = encoders.config(name, framework='tensorflow', **{'data.n_buckets': 1} | changes)
     trainer = Trainer(*encoders.open_toy(folder), cfg, start('cpu', 'float32'))
     results = list(trainer.steps(3))
@@ -41,13 +41,13 @@ def first_steps(name, folder, **changes):
 
 
 def write_steps(path, n, folder, cfg):
-    "Those on so many devices, of a toy that `test_trainer` wrote, as JSON."
+    "Write results of `steps` on so many devices, for a toy that `test_trainer` wrote, as JSON."
     split_processor(n)
     path.write_text(json.dumps(steps(Trainer(*open_stores(folder), cfg, start('cpu')), 6)))
 
 
 def write_first_steps(path, n, *arguments):
-    "Those on so many devices, as JSON."
+    "Write results of `first_steps` on so many devices, as JSON."
     split_processor(n)
     path.write_text(json.dumps(first_steps(*arguments)))
 

@@ -1,7 +1,5 @@
-"""nbs/kaggle/train.ipynb on XLA as Kaggle executes it, by papermill.
-
-Recordings below the input folder, a version that continues an earlier one, nothing installed that is there. XLA's
-processor backend stands in for the TPU."""
+"""nbs/kaggle/train.ipynb on XLA as on Kaggle, executed by papermill. Recordings are below the input folder, a version
+continues an earlier one, and installed packages are not installed again. XLA's CPU backend replaces the TPU."""
 import json
 from pathlib import Path
 
@@ -27,9 +25,8 @@ def environment(tmp_path_factory): return trap_pip(tmp_path_factory.mktemp('trap
 
 @pytest.fixture(scope='module')
 def first(environment, tmp_path_factory):
-    """A session on eight devices that found recordings and nothing else, and had no time left when training began.
-
-    Its room, and what it printed."""
+    """A session on eight devices with only recordings attached, whose time was over when training began: its room and
+    its output."""
     room = tmp_path_factory.mktemp('first')
     simulate_dataset(room/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
     return room, session(room, environment, 8, **{'train.time_budget': 0.01})
@@ -54,7 +51,7 @@ def test_nothing_is_installed_where_nothing_is_missing(first, environment):
 
 
 def test_a_version_continues_the_one_that_is_attached(first, environment, tmp_path):
-    "On one device, from a folder that cannot be written to, deep down in which the output of the first session lies."
+    "On one device, from a read-only folder, with the output of the first session in a subfolder deep down."
     (first[0]/'working'/'run'/'xla').mkdir()
     (first[0]/'working'/'run'/'xla'/'program').write_text('compiled')
     attach(tmp_path, first[0])
