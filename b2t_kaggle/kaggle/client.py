@@ -176,7 +176,7 @@ def kernel_state(self: Client, name: str) -> tuple[str | None, str]:
 
 @patch
 def log(self: Client, name: str) -> list[str]:
-    "Lines of a notebook's final log as in a terminal, without empty ones; `[]` without a log."
+    "Lines of a notebook's final log as in a terminal, without empty lines; `[]` without a log."
     pieces = []
     with suppress(RefusedError):
         events = ask(f'log of {name}', self.api.kernels_logs_stream, name)
@@ -210,7 +210,7 @@ def _version(self: Client, name: str) -> int:
 
 @patch
 def fetch_output(self: Client, name: str, folder: Path) -> None:
-    """Fetch everything that a notebook left, into a new folder.
+    """Fetch a notebook's output into a new folder.
 
     Raises `UnreachableError` if that breaks off (another call resumes it) or the notebook ran again meanwhile."""
     version, request = self._version(name), f'output of {name}'

@@ -176,7 +176,7 @@ def save_plan(plan: Plan, folder: Path, retry: bool = False) -> None:
 class Step:
     "A step of a cycle."
     title: str                 # Title in words
-    done: Callable[[], bool]   # Whether it is done
+    done: Callable[[], bool]   # Whether the step is done
     do: Callable[[], Any]
     by_hand: list[str]         # Equivalent commands; empty if the step is not needed by hand
     now: Callable[[], list[str]] = list # Lines of details

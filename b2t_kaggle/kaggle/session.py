@@ -104,7 +104,7 @@ def _value_at(value: Any, *keys: str) -> Any:
     except (KeyError, TypeError): return None
 
 OFFICIAL = 't15_pretrained_rnn_baseline' # Folder of the official checkpoint, for `models`
-_KENLM = b'mmap lm ' # Copied from lm.arpa, which imports Numba; it may not be installed yet
+_KENLM = b'mmap lm ' # Copied from lm.arpa, which needs Numba; it may be missing
 
 def _head(path: Path) -> bytes:
     with open(path, 'rb') as f: return f.read(1 << 16)
@@ -121,7 +121,7 @@ def _kind_of_file(path: Path) -> str | None:
     return 'ngrams' if is_binary else None
 
 def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[str]:
-    "Fields of `Attached` to which a folder is added."
+    "Kinds of input in a folder, as fields of `Attached`."
     if 'config.yaml' in files and {'train', 'logits', 'ensemble', 'stages'} & set(folders): return {'runs'}
     has_weights = any(f.endswith('.safetensors') or f.startswith('pytorch_model') for f in files)
     is_model = 'config.json' in files and has_weights and 'adapter_config.json' not in files
@@ -258,7 +258,7 @@ def prepare_training(
     problems += device_problems(framework, accelerator, bool(recordings))
     _raise_all(problems)
 
-    from b2t_kaggle.config import load_config  # needs what was missing
+    from b2t_kaggle.config import load_config  # needs the packages above
     from b2t_kaggle.pipeline.run import Run
 
     _restore_run(earlier, run_dir)
@@ -348,7 +348,7 @@ def prepare_submission(
     if values['infer.checkpoint']: problems += device_problems(values['train.framework'], accelerator, False)
     _raise_all(problems)
 
-    from b2t_kaggle.config import load_config  # needs what was missing
+    from b2t_kaggle.config import load_config  # needs the packages above
     from b2t_kaggle.pipeline.run import Run
 
     values |= {'train.accelerator': accelerator, 'data.dataset_dir': recordings}

@@ -63,7 +63,7 @@ class OpenRun:
         return ByTrial(self.run.trials(split), self._index(split))
 
     def log_probs(self, split: str = 'val') -> 'ByTrial':
-        "Log-probabilities of a split that were decoded: `[i]` is an array [T', 41]."
+        "Log-probabilities of a split that the run decoded: `[i]` is an array [T', 41]."
         return ByTrial(self.run.log_probs(split), self._index(split))
 
     def nbest(self, split: str = 'val') -> 'ByTrial':
@@ -71,7 +71,7 @@ class OpenRun:
         return ByTrial(self.run.nbest(split), self._index(split))
 
     def decoder(self, **changes: Any):
-        "The run's `LexiconBeamDecoder`; `changes` are arguments of it, such as `beam=300`."
+        "The run's `LexiconBeamDecoder`; `changes` are decoder arguments, such as `beam=300`."
         return open_decoder(self.run, **changes)
 
     def _index(self, split: str) -> pd.DataFrame: return self.run.trials(split).index
@@ -166,7 +166,7 @@ def _write_page(run: OpenRun, name: str, shown: dict) -> Path:
 # %% ../../nbs/pipeline/13_explore.ipynb #c025
 N_BEST = 5        # Hypotheses of each trial
 FEATURE_ROWS = 16 # Groups of neighbouring features in a picture
-N_COLUMNS = 48    # Columns of a picture, at most
+N_COLUMNS = 48    # Maximum number of columns of a picture
 
 def _base64(values: np.ndarray) -> str: return base64.b64encode(np.uint8(values).tobytes()).decode()
 
@@ -253,7 +253,7 @@ def error_data(
 def write_replay(run: OpenRun, trial: int) -> Path:
     "Write `replay-TRIAL.html`, which plays a trial, into the run's folder. Raises `PipelineError`."
     data = error_data(run, trial)
-    if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; `b2t errors` numbers them')
+    if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; see `b2t errors`')
     val, stream = run.log_probs('val'), Stream(run.decoder())
     log_probs, times = val[trial], frame_times(val.items.provenance)
     n_frames = len(log_probs)

@@ -68,7 +68,7 @@ def write_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypo
     return paths
 
 def write_all_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypothesis]]]) -> list[Path]:
-    "Write the n-best lists of a stage, by split, in the run's own format and in the format that all systems share."
+    "Write the n-best lists of a stage, by split, in the run's own format and in the shared format."
     for split, lists in nbest.items(): write_nbest(run.nbest_path(split, stage), lists)
     return [*(run.nbest_path(split, stage) for split in nbest), *write_lists(run, stage, nbest)]
 
@@ -93,7 +93,7 @@ def phoneme_figures(run: Run, logits: LogitStore) -> dict[str, float]:
     paths = [greedy(logits[i]) for i in spoken.index]
     return {'PER': phoneme_error_rate(labels, paths)} | participant_rates(spoken.session, labels, paths, 'PER')
 
-RESULTS = 'results_val.jsonl' # File in a run's folder that its report writes
+RESULTS = 'results_val.jsonl' # File in a run's folder, written by its report
 
 def run_results(run: Run) -> pd.DataFrame:
     """Hypotheses of a decoded run for val, and the truth, as `comparison.results_of`, without instructions.

@@ -50,7 +50,7 @@ def short_hash(value: Any) -> str:
 _adapter = cache(TypeAdapter)
 
 def write_json(value: Any, path: Path) -> None:
-    "Write JSON through a temporary name, so that a reader never sees half a file."
+    "Write JSON to a temporary file first, so that readers never see an incomplete one."
     write_whole(path, json.dumps(value, indent=1, default=str))
 
 def read_json(path: Path, kind: Any = dict[str, Any]) -> dict:
@@ -66,7 +66,7 @@ def read_json(path: Path, kind: Any = dict[str, Any]) -> dict:
 _Origin = TypedDict('_Origin', {'preset': str, 'from': str, 'plugin': str}, total=False)
 
 class Run:
-    """A run's folder, configuration and files, and what the result of each stage depends on.
+    """A run's folder, configuration and files, and the dependencies of each stage's result.
 
     Its methods take a `split` (`train`, `val` or `test`) or the name of a `stage`; the default stage is the last one
     that makes n-best lists."""
@@ -171,7 +171,7 @@ class Run:
 # %% ../../nbs/pipeline/07_run.ipynb #c014
 @patch
 def check_plugin(self: Run) -> None:
-    "Raise `PipelineError` if the run has a plugin that is not in use: reading a folder executes no code."
+    "Raise `PipelineError` if the run has a plugin that is not in use: opening a folder must not execute code."
     if self.plugin is None or os.environ.get(PLUGIN_VARIABLE) == str(self.plugin): return
     raise PipelineError(f'{self.dir} uses a plugin, and its code is not executed without your consent: check '
                         f'{self.plugin}, and add --plugin {self.plugin}')
@@ -184,8 +184,8 @@ def check_unchanged(self: Run, stage: str) -> None:
         except PipelineError: continue # It was done on another machine
         now = content_fingerprints(f for f in marks if f.is_file())
         if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
-            raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
-                                'count. The results of the stages before it are kept; wait until the file is '
+            raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result is '
+                                'discarded. The results of the stages before it are kept; wait until the file is '
                                 'complete, and run the same command again')
 
 # %% ../../nbs/pipeline/07_run.ipynb #c017
@@ -235,7 +235,7 @@ def splits(self: Run) -> list[str]:
 
 @patch
 def hypotheses(self: Run, split: str, stage: str | None = None) -> Path:
-    "File with a stage's n-best lists in the format that all systems share (`rescoring.hypotheses`)."
+    "File with a stage's n-best lists in the shared format (`rescoring.hypotheses`)."
     return self.dir/'hypotheses'/f'{stage or list_stage(self.cfg)}_{split}.jsonl'
 
 @patch

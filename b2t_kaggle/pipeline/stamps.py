@@ -125,7 +125,7 @@ def begin(self: StageRun) -> StageRun:
     self.pending = stamp.get('pending', {}) if is_same else {}
     self._clear_leftovers()
     self.started = time.time()
-    if not STAGES[self.name].shared: self.run.save() # Otherwise when done: bad sessions leave the run unchanged
+    if not STAGES[self.name].shared: self.run.save() # Else when done: bad sessions leave it unchanged
     write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
     return self
 
@@ -198,7 +198,7 @@ def stages_in_common(run: Run, source: Run) -> list[str]:
     "Finished stages of the source whose results a variant can reuse unchanged."
     done: list[str] = []
     for name in plan(run.cfg):
-        # The page has the run's name on it
+        # The page contains the run's name
         if STAGES[name].shared or name not in plan(source.cfg) or STAGES[name].writes.kind == PAGE: continue
         earlier = {n for n in run.needs(name) if not STAGES[n].shared}
         is_done = earlier <= set(done) and StageRun(source, name).status() == 'done'

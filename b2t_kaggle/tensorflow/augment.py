@@ -70,7 +70,7 @@ class Augment:
         self.kernel = smoothing_kernel(cfg)
 
     def eval(self, x: tf.Tensor) -> tf.Tensor:
-        "Smoothing alone, float32 `[B, T, F]`."
+        "Smoothed features without augmentation, float32 `[B, T, F]`."
         x = tf.cast(x, tf.float32)
         return x if self.kernel is None else smooth(x, self.kernel)
 

@@ -59,7 +59,7 @@ def weights_file(path: str | Path) -> Path:
     if not file.is_file(): raise CheckpointError(f'{path}: there is no such file')
     if file.name.endswith(_ENDING): return file
     raise CheckpointError(f'{path}: expected a name that ends in {_ENDING}; `b2t convert {path} best{_ENDING}` makes '
-                          'such a file of a checkpoint of PyTorch')
+                          'it from a PyTorch checkpoint')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c013
 # Exceptions of h5py for damaged files
@@ -67,7 +67,7 @@ _DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeErro
 _EXPECTED = 'expected a file that `b2t train --framework tensorflow` or `b2t convert` wrote'
 
 def _read(path: Path, keys: tuple[str, ...]) -> tuple[dict, dict]:
-    "JSON values of a file by name, and the optimiser's arrays if `run` is among them. Raises `CheckpointError`."
+    "JSON values of a file by name, and the optimiser's arrays if `run` is among `keys`. Raises `CheckpointError`."
     try:
         with open_hdf5(path) as f:
             check_hdf5(f) # Check all of it, because Keras also opens the file
@@ -125,7 +125,7 @@ def save_best(path: str | Path, model: Encoder, cfg: Config, metrics: Mapping) -
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)), {})
 
 def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Config]:
-    """A model, and its configuration, whose `data.sessions` are its days in order; raises `CheckpointError`.
+    """A model, and its configuration, whose `data.sessions` are the model's days in order; raises `CheckpointError`.
 
     `unseen`: a purpose that needs a model not trained on val; it ends the error message."""
     path = weights_file(path)

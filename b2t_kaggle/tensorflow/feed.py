@@ -32,7 +32,7 @@ def _say_that_it_compiles() -> None:
 
 @dataclass
 class Strategy:
-    "Devices of a run, over which TensorFlow distributes it."
+    "Devices of a run, to which TensorFlow distributes its batches."
     device: Device                       # From `pick_tensorflow`
     distribution: tf.distribute.Strategy # Over its devices
 
@@ -111,7 +111,7 @@ def distribute(batches: Callable[[], Iterable[dict[str, np.ndarray]]], strategy:
     spec = {k: tf.TensorSpec([None] * v.ndim, v.dtype) for k, v in example.items()}
     spec['x'] = tf.TensorSpec([None, None, example['x'].shape[2]], example['x'].dtype)
     options = tf.data.Options()
-    # The end of a dataset may wait a minute for the thread that tunes it, also in the fetching of a strategy
+    # With autotuning, a dataset may take a minute to end, also when a strategy fetches from it
     options.autotune.enabled = False
     dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(2 * n_devices)
     arrived = iter(dataset.with_options(options))
@@ -141,7 +141,7 @@ class BatchLoader:
         accumulation_steps = cfg.train.accumulate
         if batch_size % (n_devices * accumulation_steps):
             raise TrainingError(f'data.batch_size = {batch_size} cannot be divided evenly among {n_devices} replicas '
-                                f'with train.accumulate = {accumulation_steps}; take a multiple of '
+                                f'with train.accumulate = {accumulation_steps}; use a multiple of '
                                 f'{n_devices * accumulation_steps}')
         self.store = store
         self.strategy = strategy

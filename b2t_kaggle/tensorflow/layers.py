@@ -38,15 +38,15 @@ def smooth(x: tf.Tensor, kernel: np.ndarray) -> tf.Tensor:
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c011
 def trial_bits(n: int, seeds: tf.Tensor, site: int) -> tf.Tensor:
-    "Random bits of each trial by its seed `[B, 2]`, uint32 `[B, n]`: equal on every device, compiled or not."
+    "Random bits of each trial from its seed `[B, 2]`, uint32 `[B, n]`: equal on every device, compiled or not."
     def draw(seed):
         site_seed = tf.random.experimental.stateless_fold_in(seed, site, alg='philox')
         return tf.bitcast(tf.random.stateless_uniform([n], site_seed, None, None, tf.uint32, alg='philox'), tf.int32)
-    # int32 inside the map: a GPU keeps no lists of uint32
+    # int32 inside the map: GPUs cannot store lists of uint32
     return tf.bitcast(tf.map_fn(draw, seeds, fn_output_signature=tf.TensorSpec([n], tf.int32)), tf.uint32)
 
 def trial_random(kind: str, shape: tuple[int, ...], seeds: tf.Tensor, site: int) -> tf.Tensor:
-    "Random numbers of each trial by its seed `[B, 2]`, float32 `[B, *shape]`: `normal`, or `uniform` within (0, 1)."
+    "Random numbers of each trial from its seed `[B, 2]`, float32 `[B, *shape]`: `normal`, or `uniform` within (0, 1)."
     bits = trial_bits(math.prod(shape), seeds, site)
     top_23_bits = tf.bitwise.right_shift(bits, tf.constant(9, tf.uint32))
     u = (tf.cast(top_23_bits, tf.float32) + 0.5) * 2**-23  # exact, never 0 or 1

@@ -139,7 +139,7 @@ _Gradients = tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]] # Losses of rows 
 
 @patch
 def _losses(self: Trainer, out, rows: dict[str, tf.Tensor], frames: tf.Tensor) -> dict[str, tf.Tensor]:
-    "Losses of each row `[b]`, given what the model read: `loss`, which is minimised, and its terms by name."
+    "Losses of each row `[b]` for the model's input: `loss`, which is minimised, and its terms by name."
     def ctc(logits):
         losses = ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
         if self.cfg.train.ctc_reduction == 'trial': return losses

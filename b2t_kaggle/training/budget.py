@@ -52,7 +52,7 @@ class Budget:
 
 # %% ../../nbs/training/06_budget.ipynb #c008
 TIME_LIMIT_VARIABLE = 'B2T_SESSION' # Beginning of a run and its time limit, in seconds since 1970
-_WHOLE = 4 * 3600                # Shorter limits reserve only a part for later stages [s]
+_WHOLE = 4 * 3600                # Time limit from which reserves apply in full [s]
 
 @dataclass
 class Deadline:
@@ -67,7 +67,7 @@ class Deadline:
         return cls(*map(float, values)) if len(values) == 2 else cls()
 
     def left(self, reserve: float = 0.) -> float:
-        "Seconds until the end, or until the reserve of later stages; negative afterwards."
+        "Seconds until the end, or until the time reserved for later stages; negative afterwards."
         if math.isinf(self.ends): return math.inf
         return self.ends - time.time() - reserve*min(1, (self.ends - self.began)/_WHOLE)
 

@@ -14,7 +14,7 @@ BEST = dict(pytorch='best.pt', tensorflow='best.weights.h5')
 LAST = dict(pytorch='last.pt', tensorflow='last.weights.h5')
 REFIT = 'refit.pt' # Written after `train.refit`; only in PyTorch
 
-# Places of each framework's model in a folder. PyTorch also reads the official kit's, whose archive has a folder in a
+# Paths of each framework's model in a folder. PyTorch also reads the official kit's, whose archive has a folder in a
 # folder of the same name
 _OFFICIAL = ('best_checkpoint', 'checkpoint/best_checkpoint', 't15_pretrained_rnn_baseline/checkpoint/best_checkpoint')
 _PLACES = dict(
@@ -23,7 +23,7 @@ _PLACES = dict(
 )
 
 def find_checkpoint(path: str | Path, framework: str) -> Path | None:
-    "The file with the model; None if this framework has none in the folder. A file is returned as it is."
+    "The file with the model; None if this framework has none in the folder. A file is returned unchanged."
     path = Path(path)
     if not path.is_dir(): return path
     return next((path/p for p in _PLACES[framework] if (path/p).is_file()), None)

@@ -110,8 +110,8 @@ class History:
 def read_history(path: str | Path) -> pd.DataFrame:
     """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
     row. Each term of the loss has a column with its name and one with `val_` before it; norms of parts of the gradient
-    begin with `grad_`. In float16 `skipped` counts batches that were left out because a gradient overflowed; with an
-    audio LLM there is val_wer. Raises `OSError` if the file is gone, `ReadError` if it is damaged."""
+    begin with `grad_`. In float16 `skipped` counts batches skipped because a gradient overflowed; an audio
+    LLM adds val_wer. Raises `OSError` if the file is gone, `ReadError` if it is damaged."""
     problem = 'other columns, or text in place of numbers'
     try:
         table = pd.read_csv(path)

@@ -91,7 +91,7 @@ class Loop:
                 or t.step in (self.first_step, t.refit_from) or len(self.pending) == t.sync_every)
 
     def _sync(self) -> dict[str, Any]:
-        "Check the results of the pending steps, validate and save if that is due; returns figures for the bar."
+        "Check the results of the pending steps, validate and save if that is due; returns values for the bar."
         t = self.trainer
         c = t.cfg.train
         means = self._check()
@@ -240,8 +240,8 @@ def fit(
 ) -> dict:
     """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model `val_per`,
     `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of steps skipped
-    after a gradient overflow; with a refit `refit_from`, the batches before it, to which these
-    metrics belong. Raises
+    after a gradient overflow; with a refit `refit_from`, the batches before it, after which these
+    metrics were measured. Raises
     `TrainingError`, or `WriteError` if the disk is full."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def check_space(self: Checkpoints) -> None:
 
 # %% ../../nbs/training/08_recovery.ipynb #c011
 def set_aside(path: Path) -> str:
-    "Rename a file to a free name, which is returned."
+    "Rename a file to an unused name; returns the name."
     names = (f'earlier-{i}-{path.name}' for i in itertools.count(1))
     name = next(n for n in names if not path.with_name(n).exists())
     path.rename(path.with_name(name))
@@ -82,7 +82,7 @@ def set_aside(path: Path) -> str:
 
 @patch
 def start_over(self: Checkpoints) -> None:
-    "Set models aside that lack the state of their training."
+    "Set aside models without the state of their training."
     for path in (self.best, self.refit) if self.trainer.is_main_process else ():
         if not path.is_file(): continue
         print(f'{path}: its training cannot continue, because {self.last.name} is gone; it is set aside as '
@@ -118,7 +118,7 @@ def _rebuild_best(self: Checkpoints, figures: dict | None) -> None:
     t = self.trainer
     if t.is_refitting:
         raise TrainingError(f'{self.best} is lost, and {self.last} cannot replace it: it has been trained on val '
-                            f'since batch {t.refit_from} (train.refit). Bring {self.best.name} back from a copy, or '
+                            f'since batch {t.refit_from} (train.refit). Restore {self.best.name} from a copy, or '
                             'start over with `b2t train --force train`')
     bad_evals = t.best.bad_evals
     t.best = BestTracker()

@@ -34,14 +34,14 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        "Name of the folder, or of the run if this is its folder `train`."
+        "Name of the folder, or of its parent if it is called `train`."
         folder = self.folder.absolute()
         return folder.parent.name if folder.name == 'train' else folder.name
 
 class Tracker(Protocol):
     "Receiver of the curves of a run; made from a `TrackedRun`."
     def log(self, step: int, values: dict[str, float]) -> None: "Record metrics after a number of batches."
-    def finish(self, succeeded: bool) -> None: "End the run; after an error it has failed."
+    def finish(self, succeeded: bool) -> None: "End the run, as failed after an error."
 
 def tracked_values(cfg: Config) -> dict[str, Any]:
     "The configuration of a run as trackers show it: `group.field`: value."
@@ -140,7 +140,7 @@ def tracking(
     try:
         for name in names:
             try: trackers[name] = TRACKERS[name](run)
-            except Exception as e: # Raised by any of its libraries: no key, no network, no package
+            except Exception as e: # Any error of its libraries: no key, no network, no package
                 raise TrainingError(f'train.log = {name} cannot start ({e}); pip install {name}, set its key or '
                                     'address, or set train.log=[]') from e
         yield log if trackers else None
@@ -213,7 +213,7 @@ def callback_from_env(
             if not trial.should_prune(): return False
             trial.set_user_attr('pruned', step)
             return True
-        except Exception as e: # Raised by any database
+        except Exception as e: # Any error of a database
             reason = (str(e).strip() or repr(e)).splitlines()[0]
             print(f'Optuna did not get the PER of batch {step}, the training continues: {reason}')
             return False

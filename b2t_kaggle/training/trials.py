@@ -77,7 +77,7 @@ def check_participants(store: TrialStore, cfg: Config) -> None:
         configured, recorded = cfg.model.features_of(session), n_features(session)
         if configured != recorded:
             raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {recorded} features, but '
-                                f'model.participants says {configured}; correct that')
+                                f'model.participants has {configured}; correct it')
 
 def smoothing_edges(store: TrialStore, cfg: Config, smoothing: str) -> tuple[int, int]:
     "Bins to leave out at both ends of a smoothed trial. Raises `TrainingError` if no bin would be left."

@@ -27,8 +27,8 @@ class Check(Stage):
         if sessions_in(folders[0], folders, cfg.data.sessions): return
         from b2t_kaggle.data.sessions import list_sessions
         raise PipelineError(f'data.sessions = {", ".join(cfg.data.sessions)}: found none of them in {folders[0]}, the '
-                            'first folder of data.dataset_dir, whose test trials are the submission; name some of '
-                            f'{", ".join(list_sessions(folders[0]))}, or name another folder first')
+                            'first folder of data.dataset_dir, whose test trials make the submission; use some of '
+                            f'{", ".join(list_sessions(folders[0]))}, or put another folder first')
 
     def run(self, run, progress):
         import pandas as pd

@@ -15,8 +15,8 @@ from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, PipelineError, Resul
 def _check_both_splits(systems: dict) -> None:
     if not {'val', 'test'} <= set(systems): return
     if lost := [' '.join(v).strip() for v in systems['val'].voters if v not in systems['test'].voters]:
-        raise PipelineError(f'combine.sources: {lost[0]} has sentences of val and none of test, so the error rates of '
-                            'val would not hold there; give files of both splits whose names differ only in _val and '
+        raise PipelineError(f'combine.sources: {lost[0]} has sentences of val but none of test, so the error rates on '
+                            'val are not valid there; give files of both splits whose names differ only in _val and '
                             '_test, such as theirs_val.jsonl')
 
 def _combine(systems: dict, lm) -> tuple:
@@ -39,7 +39,7 @@ def _left_out(systems: dict) -> list[str]:
         for name, n in count_trials(hypotheses).items():
             total = len(hypotheses.trials)
             if n < total:
-                lines.append(f'{split}: {name.strip()} has no sentences of {total - n} of {total} trials')
+                lines.append(f'{split}: {name.strip()} has no sentences for {total - n} of {total} trials')
         unused = [' '.join(v).strip() for v in hypotheses.voters if learned is not None and v not in learned]
         lines += [f'{split}: {name} is left out, because it has no sentences of val' for name in unused]
     return lines

@@ -50,7 +50,7 @@ def check_llm(cfg: Config, group: str) -> None:
     "Raise `PipelineError` if the LLM of a group, or its adapter, cannot be loaded. No weights are read."
     llm: LLMConfig = getattr(cfg, group)
     if llm.llm is None:
-        if llm.llm_adapter: raise PipelineError(f'{group}.llm_adapter = {llm.llm_adapter}: set {group}.llm, its model')
+        if llm.llm_adapter: raise PipelineError(f'{group}.llm_adapter = {llm.llm_adapter}: set {group}.llm as well')
         return
     try:
         if group != 'audio':

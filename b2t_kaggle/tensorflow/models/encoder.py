@@ -68,7 +68,7 @@ class NamedModel(keras.Model):
         return self.to_pytorch({name: v.numpy() for name, v in self.named_variables().items()})
 
     def from_state(self, state: Mapping[str, np.ndarray]) -> None:
-        "Set the weights `[…]`. Raises a `ValueError` that names missing, unknown and misshapen ones."
+        "Set the weights `[…]`. Raises a `ValueError` that names missing, unknown and misshapen weights."
         shapes = ({k: np.shape(v) for k, v in weights.items()} for weights in (self.to_state(), state))
         if wrong := misfits(*shapes): raise ValueError(f'weights of another model: {wrong}')
         variables = self.named_variables()
@@ -95,7 +95,7 @@ class Encoder(NamedModel):
         x: tf.Tensor,                    # Features `[B, T, F]`, smoothed
         day_idx: tf.Tensor,              # Day of each trial `[B]`, whole numbers
         n_bins: tf.Tensor | None = None, # Bins of each trial `[B]`; None: T
-        training: bool = False,          # Whether there is dropout
+        training: bool = False,          # Whether to apply dropout
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`, for dropout
         **training_args,                 # Arguments from `training_args`, in a training step
     ) -> Any:
@@ -108,7 +108,7 @@ class Encoder(NamedModel):
         x: tf.Tensor,            # Features `[B, T, F]`, zero beyond each trial's end
         day_idx: tf.Tensor,      # Day of each trial `[B]`
         n_bins: tf.Tensor,       # Bins of each trial `[B]`
-        training: bool,          # Whether there is dropout
+        training: bool,          # Whether to apply dropout
         seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`; None if there is no dropout
     ) -> Any:
         """Logits, float32 `[B, T', K]`, undefined after a trial's frames. A training step passes `training_args`
@@ -124,7 +124,7 @@ class Encoder(NamedModel):
         ctc: Callable[[tf.Tensor], tf.Tensor], # CTC loss of each trial `[B]` from logits
         frames: tf.Tensor,                     # Frames of each trial `[B]`
     ) -> tf.Tensor | dict[str, tf.Tensor]:
-        "The loss of each trial `[B]`; or by name `loss` and its terms, which get curves."
+        "The loss of each trial `[B]`, or a dict of `loss` and its terms, which get curves."
         return ctc(out)
 
     def training_logits(self, out: Any) -> tf.Tensor:
@@ -163,7 +163,7 @@ class Frontend(Encoder):
     def frames(self,
         x: tf.Tensor,           # Features `[B, T, F]`, smoothed
         day_idx: tf.Tensor,     # Day of each trial `[B]`, whole numbers
-        training: bool = False, # Whether there is dropout
+        training: bool = False, # Whether to apply dropout
         seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
     ) -> tf.Tensor:
         """Patches of features after their day's layer `[B, T', I]`, in the compute dtype.
