@@ -294,12 +294,12 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
 
 @pytest.mark.parametrize('name, files, message', [
     (PARTS[0], {}, 'has no config.yaml'),
-    (PARTS[0], {'run/config.yaml': 'data:'}, 'has no stages/train.json'),
-    (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'has no stages/train.json'),
+    (PARTS[0], {'run/config.yaml': 'data:'}, 'stages/train.json is missing or incomplete'),
+    (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'stages/train.json is missing or incomplete'),
     (PARTS[0], {k: v for k, v in output_of(1).items() if 'best' not in k}, 'has no model'),
     (PARTS[0], output_of(1) | {'run/config.yaml': 'data:\n  dataset_dir: null\n'}, 'was trained on a simulation'),
     (PARTS[1], output_of(60_000), 'has 60,000 batches, no more than the previous part'),
-    (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'has no run/stages/submit.json'),
+    (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'run/stages/submit.json is missing or incomplete'),
     (PARTS[2], BROKEN, "differs from the run's"),
     (PARTS[2], SHORT, 'found 1 rows, expected 2'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),

@@ -276,7 +276,7 @@ def test_refusals_in_one_line(folders, stores):
     }.items():
         with pytest.raises(ConfigError) as e: with_overrides(Config(), values)
         assert text in str(e.value) and '\n' not in str(e.value)
-    with pytest.raises(TrainingError, match='sessions of t12 have 256 features, but model.participants says 128'):
+    with pytest.raises(TrainingError, match='sessions of t12 have 256 features, but model.participants has 128'):
         trainer(stores, participants={'t12': 128, 't15': 512})
     with pytest.raises(ConfigError, match='t12.2022.04.28: model.participants = .* has no t12'):
         trainer(stores, participants={'t15': 512})
@@ -286,7 +286,7 @@ def test_sessions_of_the_second_folder_alone_are_refused_before_anything_is_comp
     values = {'data.dataset_dir': folders, 'model.participants': BOTH, 'data.sessions': SESSIONS[2:]}
     run = Run(tmp_path/'run', tmp_path/'work', SMALL | values, save=False)
     with pytest.raises(PipelineError, match=f'^data.sessions = t12.*: found none of them in {folders[0]}, the first '
-                                            f'folder .*; name some of {SESSIONS[0]}, {SESSIONS[1]}, or'):
+                                            f'folder .*; use some of {SESSIONS[0]}, {SESSIONS[1]}, or'):
         run_stages(run)
     assert not list(tmp_path.rglob('*.yaml')) and not (tmp_path/'work').exists()
 

@@ -113,7 +113,7 @@ class Evil:
     def __reduce__(self): return os.mkdir, (self.marker,)
 
 @pytest.mark.parametrize('name, message', [('best.weights.h5', 'not a Keras weights file'),
-                                           ('best.pt', 'b2t convert .* of a checkpoint of PyTorch')])
+                                           ('best.pt', 'b2t convert .* from a PyTorch checkpoint')])
 def test_reading_a_pickle_does_not_run_it(tmp_path, name, message):
     (tmp_path/name).write_bytes(pickle.dumps(Evil(str(tmp_path/'ran'))))
     with pytest.raises(CheckpointError, match=message): load_model(tmp_path/name)

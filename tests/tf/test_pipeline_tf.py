@@ -102,5 +102,5 @@ def test_a_schedule_that_is_longer_than_the_run_is_said(finished, tmp_path):
 
 def test_a_folder_that_is_not_there(tmp_path):
     r = command('train', '--out', tmp_path, '--set', f'data.dataset_dir={tmp_path}/nowhere')
-    advice = 'nowhere is not a folder; set --data to the folder with the t15.* sessions'
+    advice = 'nowhere is not a folder; pass the folder with the t15.* sessions with --data'
     assert r.exit_code == 1 and advice in r.stderr, r.output

@@ -28,8 +28,8 @@ def sessions_in(folder: Path, folders: list[Path], sessions: list[str] | None) -
 def session_files(folder: Path) -> list[Path]:
     "HDF5 files of all sessions. Raises `PipelineError` if the folder is missing."
     if not folder.is_dir():
-        raise PipelineError(f'data.dataset_dir = {folder} is not a folder; set --data to the folder with the '
-                            't15.* sessions')
+        raise PipelineError(f'data.dataset_dir = {folder} is not a folder; pass the folder with the t15.* '
+                            'sessions with --data')
     return sorted(folder.glob('*/data_*.hdf5'))
 
 def llm_files(llm: LLMConfig) -> list[Path]:
