@@ -294,12 +294,12 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
 
 @pytest.mark.parametrize('name, files, message', [
     (PARTS[0], {}, 'has no config.yaml'),
-    (PARTS[0], {'run/config.yaml': 'data:'}, 'stages/train.json is missing or incomplete'),
-    (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'stages/train.json is missing or incomplete'),
+    (PARTS[0], {'run/config.yaml': 'data:'}, 'train.json is missing or incomplete'),
+    (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'train.json is missing or incomplete'),
     (PARTS[0], {k: v for k, v in output_of(1).items() if 'best' not in k}, 'has no model'),
     (PARTS[0], output_of(1) | {'run/config.yaml': 'data:\n  dataset_dir: null\n'}, 'was trained on a simulation'),
     (PARTS[1], output_of(60_000), 'has 60,000 batches, no more than the previous part'),
-    (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'run/stages/submit.json is missing or incomplete'),
+    (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'submit.json is missing'),
     (PARTS[2], BROKEN, "differs from the run's"),
     (PARTS[2], SHORT, 'found 1 rows, expected 2'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),
@@ -308,7 +308,7 @@ def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
     "It is not used, and the notebook has to run again."
     kaggle.files[name] = files or {'__notebook__.ipynb': '{}'}
     status, output = b2t(*LINE)
-    assert status == 1 and message in output and '--retry runs' in output, output
+    assert status == 1 and message in output and '--retry to run' in output, output
     assert name == PARTS[2] or PARTS[2] not in kaggle.kernels
     assert not kaggle.submissions
     assert b2t(*LINE)[0] == 1 and len(kaggle.kernels[name]) == 1
