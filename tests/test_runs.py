@@ -113,7 +113,7 @@ def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
         stage.begin()
         assert path.exists() == (name == 'train' and damage == 'a byte') and (path.parent/'other').exists()
         if name != 'train':
-            with pytest.raises(stamps.PipelineError, match=f'stage {name}: .*best.pt is gone before'):
+            with pytest.raises(stamps.PipelineError, match=f'stage {name}: .*best.pt disappeared before'):
                 stage.finish([path])
         path.write_bytes(np.random.default_rng(7).bytes(2_000_000))
         stage.finish([path])
