@@ -253,7 +253,7 @@ def error_data(
 def write_replay(run: OpenRun, trial: int) -> Path:
     "Write `replay-TRIAL.html`, which plays a trial, into the run's folder. Raises `PipelineError`."
     data = error_data(run, trial)
-    if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; see `b2t errors`')
+    if not data['trials']: raise PipelineError(f'val has no trial {trial} with a sentence; `b2t errors` numbers them')
     val, stream = run.log_probs('val'), Stream(run.decoder())
     log_probs, times = val[trial], frame_times(val.items.provenance)
     n_frames = len(log_probs)
