@@ -102,7 +102,8 @@ class Sweep:
         "Raise an error if the study began with other values, another version or other sessions."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
         values = changed_values(self.run.cfg, without=vain | set(self.ranges))
-        facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in ('simulate', *config.TRAINING_GROUPS)}
+        groups = {'simulate', *config.TRAINING_GROUPS}
+        facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
         earlier = self.study.user_attrs.get('facts')
         # Machines may differ even if the values are equal
