@@ -605,9 +605,11 @@ def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, words):
 
 def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
     t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
-    t.current = 'validating'
+    def fill(): raise RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM')
+    t.metrics = fill
+    with pytest.raises(RuntimeError) as full: t.validate()
     with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
-        raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t.cfg, t)
+        raise_if_oom(full.value, t.backend.device.name, t.cfg, t)
     raise_if_oom(RuntimeError('something else'), t.backend.device.name, t.cfg, t)   # is left alone
 
 

@@ -25,22 +25,22 @@ from b2t_kaggle.cli.options import (
     stage_command,
     text_option,
 )
-from b2t_kaggle.cli.run import run_folder, run_from_options, run_until
-from b2t_kaggle.config import load_config
-from b2t_kaggle.core.messages import counted
-from b2t_kaggle.core.reading import splits_in_name
-from b2t_kaggle.lm.automaton import load_ngram
-from b2t_kaggle.lm.corpus import read_sentences
-from b2t_kaggle.metrics import IN_SAMPLE, error_table, percent, word_errors
-from b2t_kaggle.metrics.bootstrap import bootstrap_difference, measure_gain
-from b2t_kaggle.metrics.comparison import disagreement, seen_rates
-from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.pipeline.execute import run_stages
-from b2t_kaggle.pipeline.foreign_logits import ORDERS
-from b2t_kaggle.pipeline.foreign_logits import import_logits as import_file
-from b2t_kaggle.pipeline.results import best_system
-from b2t_kaggle.pipeline.run import Run, hypothesis_files, logit_files
-from b2t_kaggle.pipeline.submission import write_submission
+from .run import run_folder, run_from_options, run_until
+from ..config import load_config
+from ..core.messages import counted
+from ..core.reading import splits_in_name
+from ..lm.automaton import load_ngram
+from ..lm.corpus import read_sentences
+from ..metrics import IN_SAMPLE, error_table, percent, word_errors
+from ..metrics.bootstrap import bootstrap_difference, measure_gain
+from ..metrics.comparison import disagreement, seen_rates
+from ..phonemes import normalize_sentence
+from ..pipeline.execute import run_stages
+from ..pipeline.foreign_logits import ORDERS
+from ..pipeline.foreign_logits import import_logits as import_file
+from ..pipeline.results import best_system
+from ..pipeline.run import Run, hypothesis_files, logit_files
+from ..pipeline.submission import write_submission
 from b2t_kaggle.rescoring.hypotheses import (
     RANDOM,
     Entry,
@@ -105,31 +105,15 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
         parts = (f'{counted(trials, "trial")} with {counted(n, "voter")}' for n, trials in sorted(voters.items()))
         echo(f'The sources have different trials: {", ".join(parts)}')
     mark = ''
-    heard = {}
-    if not tune:
-        heard = dict.fromkeys(hypotheses.voters, 1.)
-        if weights or scores: heard = _voter_weights(dict(weights), dict(scores), hypotheses.voters, sources, out)
-        combined = [Combined(text, 1.) for text in vote(hypotheses, heard)]
-    else:
+    if tune:
         is_crossed = set(tune) == set(sources) and all(source_path(s, out).is_file() for s in sources)
         teachers = hypotheses if is_crossed else described(_read_tuning_data(sources, tune, out))
-        kinds = [f'{voter_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
-        echo(f'{counted(len(kinds), "kind")} of systems, each with one weight: {", ".join(kinds)}')
-        scores = None
-        if llm:
-            from b2t_kaggle.lm.causal import choose_start, load_lm  # Needs torch
-            model = load_lm(llm)
-            if texts: echo(choose_start(*model, list(read_sentences(texts))))
-            scores = llm_scores(teachers, *model) | ({} if is_crossed else llm_scores(hypotheses, *model))
-        models = load_ngram(lm) if lm else None, scores
-        combined = cross_validate_pool(teachers, *models)
-        if not is_crossed:
-            _show_rates(f'On the {len(teachers)} tuning trials, cross-validated:', teachers, combined, texts)
-            pool = fit_pool(teachers, *models)
-            _show_pool(pool, hypotheses.voters)
-            combined = pool.predict(hypotheses, *models)
-            heard = {v: pool.weights.get(kind_of(v), 0.) for v in hypotheses.voters}
-            if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
+        combined, heard = _pooled(hypotheses, teachers, lm, llm, texts)
+        if heard and _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
+    else:
+        heard = dict.fromkeys(hypotheses.voters, 1.)
+        if weights or scores: heard = _voter_weights(dict(weights), dict(scores), hypotheses, sources)
+        combined = [Combined(text, 1.) for text in vote(hypotheses, heard)]
     if heard: _show_heard(hypotheses, combined, heard)
     _show_rates(f'Combined sentences{mark}:', hypotheses, combined, texts)
     _write(output, hypotheses, combined, mark)
@@ -156,21 +140,18 @@ def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path
     return _read_sources([*runs, *(t for t in tune if t != 'val')], 'val', out)
 
 # %% ../../nbs/cli/04_combine.ipynb #c011
-def _voter_weights(weights: dict[str, float], scores: dict[str, float], voters: Collection, sources: Collection[str],
-                   out: Path) -> dict:
+def _voter_weights(weights: dict[str, float], scores: dict[str, float], hypotheses: Hypotheses,
+                   sources: Collection[str]) -> dict:
     """Weight of each voter: its given weight times its log odds of a correct word, relative to
     the mean over scored sources, as for independent voters (Nitzan and Paroush, 1982)."""
     if unknown := {*weights, *scores} - {*sources}: raise click.UsageError(f'{min(unknown)} is not one of the SOURCEs')
     odds = {source: math.log(100/score - 1) for source, score in scores.items()}
     mean = sum(odds.values())/len(odds) if odds else 1.
-    of_name: dict[tuple, set[float]] = {} # For runs of the same name, a voter's encoder is the source
-    for s in sources:
-        for v in _read_sources([s], 'test', out).voters:
-            for name in (v, (voter_name(v[:2]), s, v[2])):
-                of_name.setdefault(name, set()).add(weights.get(s, 1.)*odds.get(s, mean)/mean)
-    if mixed := [voter_name(v) for v in voters if len(of_name[v]) > 1]:
+    of_source = {s: weights.get(s, 1.)*odds.get(s, mean)/mean for s in sources}
+    of_voters = {v: {of_source[s] for s in hypotheses.sources[v]} for v in hypotheses.voters}
+    if mixed := [voter_name(v) for v, values in of_voters.items() if len(values) > 1]:
         raise click.UsageError(f'{mixed[0]} is in several SOURCEs with different weights; rename the files')
-    return {v: of_name[v].pop() for v in voters}
+    return {v: values.pop() for v, values in of_voters.items()}
 
 # %% ../../nbs/cli/04_combine.ipynb #c016
 def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], mark: str) -> None:
@@ -214,6 +195,24 @@ def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
     taught = {name: normalize_sentence(t.reference or '') for name, t in teachers.trials.items()}
     return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
+
+def _pooled(hypotheses: Hypotheses, teachers: Hypotheses, lm: Path | None, llm: str | None, texts: Sequence[Path]):
+    "Sentences of a pool that learns from teachers, and weights of voters; without these if it is cross-validated."
+    kinds = [f'{voter_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
+    echo(f'{counted(len(kinds), "kind")} of systems, each with one weight: {", ".join(kinds)}')
+    scores = None
+    if llm:
+        from b2t_kaggle.lm.causal import choose_start, load_lm  # Needs torch
+        model = load_lm(llm)
+        if texts: echo(choose_start(*model, list(read_sentences(texts))))
+        scores = llm_scores(teachers, *model) | ({} if hypotheses is teachers else llm_scores(hypotheses, *model))
+    models = load_ngram(lm) if lm else None, scores
+    combined = cross_validate_pool(teachers, *models)
+    if hypotheses is teachers: return combined, {}
+    _show_rates(f'On the {len(teachers)} tuning trials, cross-validated:', teachers, combined, texts)
+    pool = fit_pool(teachers, *models)
+    _show_pool(pool, hypotheses.voters)
+    return pool.predict(hypotheses, *models), {v: pool.weights.get(kind_of(v), 0.) for v in hypotheses.voters}
 
 _MOST = 12 # Limit of voters compared pairwise
 

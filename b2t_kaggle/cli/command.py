@@ -22,9 +22,9 @@ from pathlib import Path
 import click
 
 import b2t_kaggle
-from b2t_kaggle.core.files import explain_error, reached_limit
-from b2t_kaggle.core.messages import command_name, did_you_mean, printable, with_command_name
-from b2t_kaggle.devices.interrupts import Ended, ended_when_asked, noted_interrupt
+from ..core.files import explain_error, reached_limit
+from ..core.messages import command_name, did_you_mean, printable, with_command_name
+from ..devices.interrupts import Ended, ended_when_asked, noted_interrupt
 
 # %% ../../nbs/cli/00_command.ipynb #c006
 UNDERSCORES = dict(token_normalize_func=lambda name: name.replace('_', '-')) # `--batch_size` for `--batch-size`
@@ -143,11 +143,11 @@ class _Main(LazyGroup):
     "Turns errors of the kit into one line and exit status 1; other errors are bugs and show their traceback."
     def main(self, *args, **options):
         _open_streams()
-        os.environ['B2T_COMMAND'] = command_name().lstrip('!') # Messages name options, also in a notebook
+        command = os.environ['B2T_COMMAND'] = command_name().lstrip('!') # Messages name options, also in a notebook
         # Spinning OpenMP threads are many times slower on a busy machine; torch reads this when imported
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
         if not sys.stderr.isatty(): os.environ.setdefault('B2T_PIPED', '1') # For progress bars
-        try: return super().main(*args, **options)
+        try: return super().main(*args, **dict(prog_name=command) | options)
         except OSError as e: # The help or a verb's last lines could not be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python fails again at exit
             click.echo(f'Error: <stdout>: {e.strerror or e}', err=True)

@@ -12,15 +12,15 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from b2t_kaggle.cli.options import FILE, echo, out_option, source_path, terminal_width, text_option
-from b2t_kaggle.core.messages import counted, printable
-from b2t_kaggle.core.reading import splits_in_name
-from b2t_kaggle.lm.corpus import read_sentences
-from b2t_kaggle.metrics import comparison, percent
-from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.pipeline.results import RESULTS
-from b2t_kaggle.pipeline.run import Run, hypothesis_files
-from b2t_kaggle.rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
+from .options import FILE, echo, out_option, source_path, terminal_width, text_option
+from ..core.messages import counted, printable
+from ..core.reading import splits_in_name
+from ..lm.corpus import read_sentences
+from ..metrics import comparison, percent
+from ..phonemes import normalize_sentence
+from ..pipeline.results import RESULTS
+from ..pipeline.run import Run, hypothesis_files
+from ..rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
 
 # %% ../../nbs/cli/08_compare.ipynb #c005
 def _run_results(folder: Path) -> dict[str, list[dict]]:
@@ -106,10 +106,10 @@ intervals of the paired bootstrap over trials. A star: the interval of a differe
 of twenty groups, one has a star by chance. Clear there from: the difference that would be significant on the L words
 of the leaderboard, 1.96 · s · √(n · L) words, with the standard error s on the n words here.'''
 
-def _examples(first: str, name: str, changed: pd.DataFrame, n: int = 3) -> str:
+def _examples(first: str, name: str, changed: pd.DataFrame) -> str:
     fixed, broke = changed[changed['more errors'] < 0], changed[changed['more errors'] > 0]
     lines = [f'{name} has fewer errors than {first} in {counted(len(fixed), "trial")} and more in {len(broke):,}.']
-    for trial, row in pd.concat([fixed[:n], broke[::-1][:n]]).iterrows():
+    for trial, row in pd.concat([fixed[:3], broke[::-1][:3]]).iterrows():
         lines.append(f'  trial {trial}, {row["more errors"]:+} errors: {row.reference}')
         lines += [f'    {system}: {row[system]}' for system in (first, name)]
     return '\n'.join(map(printable, lines))

@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 
 import b2t_kaggle
-from b2t_kaggle.devices.machine import ACCELERATORS, Detected, DeviceError, detect
-from b2t_kaggle.devices.processes import tied
-from b2t_kaggle.devices.tensorflow import plan_tensorflow
-from b2t_kaggle.devices.torch import plan_torch
+from ..devices.machine import ACCELERATORS, Detected, DeviceError, detect
+from ..devices.processes import tied
+from ..devices.tensorflow import plan_tensorflow
+from ..devices.torch import plan_torch
 
 # %% ../../nbs/cli/18_devices.ipynb #c005
 def describe(
@@ -50,9 +50,7 @@ def devices(accelerator, path):
     if path and not accelerator: raise click.UsageError('--json is for --test')
     if not accelerator: return click.echo(describe())
     from b2t_kaggle.pytorch.selftest import run
-    try: failed = run(accelerator, path)
-    except DeviceError as e: raise click.ClickException(str(e)) from None
-    if failed: raise click.ClickException(f'failed: {", ".join(failed)}')
+    if failed := run(accelerator, path): raise click.ClickException(f'failed: {", ".join(failed)}')
 
 # %% ../../nbs/cli/18_devices.ipynb #c013
 @click.command(context_settings=dict(ignore_unknown_options=True))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 
-from b2t_kaggle.cli.command import Group
-from b2t_kaggle.cli.options import Choice, echo, output_option, preset_option, set_option
-from b2t_kaggle.config import load_config
-from b2t_kaggle.core.reading import read_text, split_lines
-from b2t_kaggle.pipeline.frameworks import convert as convert_model
+from .command import Group
+from .options import Choice, echo, output_option, preset_option, set_option
+from ..config import load_config
+from ..core.reading import read_text, split_lines
+from ..pipeline.frameworks import convert as convert_model
 
 # %% ../../nbs/cli/13_models.ipynb #c005
 @click.command()

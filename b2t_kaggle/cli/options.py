@@ -6,7 +6,7 @@
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'TEXT', 'out_option', 'preset_option', 'config_option', 'set_option',
            'text_option', 'output_option', 'dtype_option', 'Choice', 'numbers', 'share', 'key_values', 'with_options',
            'KeyOption', 'StageOption', 'StageCommand', 'StageGroup', 'stage_command', 'refuse_options', 'source_path',
-           'echo', 'terminal_width', 'folded']
+           'echo', 'listed', 'terminal_width', 'folded']
 
 # %% ../../nbs/cli/01_options.ipynb #c003
 import math
@@ -22,6 +22,7 @@ from click.core import ParameterSource
 
 from .command import UNDERSCORES, LazyGroup, shown
 from ..config import PRESETS, config_fields, full_key
+from ..config.keys import as_set
 from ..core.files import WriteError, check_output
 from ..core.messages import did_you_mean, near_names
 from ..pipeline.run import find_source
@@ -237,6 +238,11 @@ def source_path(
 def echo(text: object, err: bool = False) -> None:
     "Print text with the command as a user types it, without control characters of files and servers."
     click.echo(shown(str(text)), err=err)
+
+def listed(values: dict, most: int) -> str:
+    "Settings as `--set` takes them, and the number of those beyond the first `most`."
+    pairs = [f'{k}={as_set(v)}' for k, v in values.items()]
+    return ', '.join(pairs[:most] + [f'and {len(pairs) - most} more']*(len(pairs) > most))
 
 def terminal_width() -> int | None:
     "Number of columns of the terminal; `None` for a file or a pipe."

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import click
 
-from b2t_kaggle.cli.options import FOLDER, echo, folded, out_option, terminal_width
-from b2t_kaggle.config import config_fields, flat_values, near_keys, preset
-from b2t_kaggle.config.keys import as_set, covers, group_descriptions
-from b2t_kaggle.core.messages import printable
-from b2t_kaggle.metrics import percent
-from b2t_kaggle.pipeline.run import Run
-from b2t_kaggle.pipeline.stages import STAGES, needs_of, plan
-from b2t_kaggle.pipeline.stamps import StageRun
+from .options import FOLDER, echo, folded, listed, out_option, terminal_width
+from ..config import config_fields, flat_values, near_keys, preset
+from ..config.keys import as_set, covers, group_descriptions
+from ..core.messages import printable
+from ..metrics import percent
+from ..pipeline.run import Run
+from ..pipeline.stages import STAGES, needs_of, plan
+from ..pipeline.stamps import StageRun
 
 # %% ../../nbs/cli/11_runs.ipynb #c005
-def _run_row(folder: Path, n_settings: int = 3) -> dict[str, str]:
+def _run_row(folder: Path) -> dict[str, str]:
     run = Run(folder, save=False)
     stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
     def holds(name): # Whether a stage used the latest outputs of earlier stages
@@ -39,11 +39,9 @@ def _run_row(folder: Path, n_settings: int = 3) -> dict[str, str]:
     metrics = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items()}
     per, wer = (percent(metrics[k]) if isinstance(metrics.get(k), float) else '' for k in ('PER', 'WER'))
     made = max((stamps[n].get('made', 0) for n in done), default=0)
-    settings = [f'{k}={as_set(v)}' for k, v in run.settings().items()]
-    more = [f'and {len(settings) - n_settings} more'] if len(settings) > n_settings else []
     return dict(
         run=folder.name, done=done[-1] if done else '', unfinished=unfinished, PER=per, WER=wer and wer + run.wer_mark,
-        settings=', '.join(settings[:n_settings] + more),
+        settings=listed(run.settings(), 3),
         when=time.strftime('%Y-%m-%d %H:%M', time.localtime(made)) if made else '',
         preset=run.base_preset, variant_of=Path(run.origin.get('from', '')).name,
     )

@@ -17,7 +17,7 @@ from .official import is_official, to_our_names, unused_keys
 from .presets import *
 from .schema import ConfigError
 from ..core.files import write_whole
-from ..core.reading import ReadError, read_yaml_file
+from ..core.reading import ReadError, named, read_yaml_file
 
 # %% ../../nbs/config/07_config.ipynb #c006
 def from_official(values: dict) -> Config:
@@ -41,8 +41,7 @@ def load_config(
         if is_official(values) and base != 'official':
             raise ConfigError(f'{path}: an official file is a complete configuration, so the preset {base} would have '
                               'no effect; leave the preset out')
-        try: cfg = from_official(values) if is_official(values) else merged(cfg, values)
-        except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
+        with named(path, ConfigError): cfg = from_official(values) if is_official(values) else merged(cfg, values)
     return with_overrides(cfg, overrides or {})
 
 def save_config(cfg: Config, path: str | Path) -> None:

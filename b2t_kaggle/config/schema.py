@@ -70,17 +70,13 @@ def facts_of(field: FieldInfo) -> tuple[Fact, ...]:
     return tuple(dict.fromkeys(p for p in annotations if isinstance(p, Fact)))
 
 # %% ../../nbs/config/01_schema.ipynb #c011
-def _as_path(path_or_name: str) -> str:
-    "Absolute path of an existing folder or file; other text is a name, and unchanged."
-    return os.path.abspath(path_or_name) if os.path.exists(path_or_name) else path_or_name
-
 def _absolute(path: Path) -> Path:
     try: return path.expanduser().absolute()
     except RuntimeError as e: raise ValueError(f'{path}: {e}; write the folder in full') from None
 
 InputPath = Annotated[Path, AfterValidator(_absolute), InputFile()]
 PathOrName = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v),
-                       AfterValidator(_as_path)]
+                       AfterValidator(lambda v: os.path.abspath(v) if os.path.exists(v) else v)] # Else a name
 FolderOrName = Annotated[PathOrName, InputFile(or_name=True)]
 
 # %% ../../nbs/config/01_schema.ipynb #c015
@@ -111,10 +107,6 @@ def section_facts(section: type[Section]) -> dict[str, tuple[Fact, ...]]:
     "Facts of all fields of a group."
     return {name: facts_of(field) for name, field in section.model_fields.items()}
 
-def _shortened(value) -> str:
-    text = 'null' if value is None else repr(value)
-    return text if len(text) <= 200 else text[:200] + '…'
-
 def describe_errors(
     error: ValidationError, # Pydantic's error
     prefix: str = '',       # Group of the fields, such as `model`; empty if their locations already include it
@@ -133,5 +125,7 @@ def describe_errors(
         elif e['type'] == 'extra_forbidden': sentences.append(f'{key}: there is no such key')
         elif e['type'] == 'value_error' and len(loc) == 1 and isinstance(e['input'], dict | Section): # A group
             sentences.append(reason if reason.startswith(f'{key}.') else f'{key}: {reason}')
-        else: sentences.append(f'{key}: {reason} (found {_shortened(e["input"])}){hint}')
+        else:
+            value = 'null' if e['input'] is None else repr(e['input'])
+            sentences.append(f'{key}: {reason} (found {value[:200]}{"…"*(len(value) > 200)}){hint}')
     return sentences

@@ -21,12 +21,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PureWindowsPath
 
-from b2t_kaggle.core.messages import tqdm
+from .messages import tqdm
 
 # %% ../../nbs/core/02_files.ipynb #c008
 @cache
@@ -353,16 +353,15 @@ _PLACES = (
     ('HF_HOME', '.cache/huggingface', 'huggingface'),
 )
 
-def set_home_variables(
-    env: MutableMapping[str, str] = os.environ, # Environment to change
-) -> None:
+def set_home_variables() -> None:
     "Set the variables of programs that would write into a missing or read-only home."
+    env = os.environ
     try: has_name = bool(getpass.getuser())
     except (KeyError, OSError, ImportError): has_name = False
     if not has_name: env.setdefault('USER', str(os.getuid())) # Without a name PyTorch's compiler fails
     home = home_folder()
     if home is None or not home.is_dir(): home = private_folder()
-    if home == private_folder() or os.environ.get('HOME') == '': env['HOME'] = str(home)
+    if home == private_folder() or env.get('HOME') == '': env['HOME'] = str(home)
     for name, usual, replacement in _PLACES:
         place = home/usual
         can_read = name == 'HF_HOME' and place.is_dir() # It may have models

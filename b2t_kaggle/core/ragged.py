@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 
 from .files import atomic_path, file_state
-from .reading import ReadError, check_is_file, parse_json
+from .reading import check_is_file, named, parse_json
 
 # %% ../../nbs/core/10_ragged.ipynb #c008
 _VALUES = 'values'
@@ -128,8 +128,7 @@ class RaggedWriter:
         self._columns = {f.name for f in schema or []}
         self._n_appended = 0
         self._n_written = 0 # Chunks
-        item_bytes = dtype.itemsize*math.prod(self.item_shape)
-        self._size = max(1, chunk_bytes//item_bytes)
+        self._size = max(1, chunk_bytes//(dtype.itemsize*math.prod(self.item_shape)))
         self._values = np.empty((0, *self.item_shape), dtype) # The chunk's arrays, one after the other
         self._clear()
 
@@ -191,14 +190,13 @@ def _one_line(e: Exception) -> str:
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
     "The mapped file, its reader and its header. Raises `RaggedError` for a foreign or incomplete file."
+    check_is_file(path, RaggedError)
     try:
-        check_is_file(path)
         buffer = pa.memory_map(str(path)).read_buffer()
         reader = pa.ipc.open_file(buffer)
         metadata = reader.schema.metadata or {}
         names = reader.schema.names
     except FileNotFoundError: raise RaggedError(f'{path}: no such file') from None
-    except ReadError as e: raise RaggedError(str(e)) from None
     except Exception as e: # Arrow raises many kinds of errors for invalid bytes
         raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); recreate it') from None
     if _KEY not in metadata or _VALUES not in names:
@@ -247,8 +245,8 @@ class Ragged:
         self.metadata = header.get('metadata')
         if kind not in (None, self.kind):
             raise RaggedError(f'{self.path}: holds {self.kind}, expected {kind}; give another file')
-        try: self.dtype, self.item_shape = _numpy_type(reader.schema.field(_VALUES).type)
-        except RaggedError as e: raise RaggedError(f'{self.path}: {e}') from None
+        with named(self.path, RaggedError):
+            self.dtype, self.item_shape = _numpy_type(reader.schema.field(_VALUES).type)
         self._item_size = math.prod(self.item_shape)
         read = [_read_chunk(reader, k, self.path) for k in range(reader.num_record_batches)]
         chunks = [chunk for chunk, _ in read]
@@ -288,8 +286,7 @@ class Ragged:
         "Raise `RaggedError` if an array does not match its checksum; each is checked once."
         for i in np.unique(arrays[~self._verified[arrays]]):
             if _checksum(self._view(i)) != self._checksums[i]:
-                changed = file_state(self.path) != self._state
-                problem = 'changed since it was opened' if changed else 'damaged'
+                problem = 'changed since it was opened' if file_state(self.path) != self._state else 'damaged'
                 raise RaggedError(f'{self.path}: {problem}, array {i} does not match its checksum; remove '
                                   'and recreate the file')
             self._verified[i] = True

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES', 'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES',
            'MAX_MEMBER_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES', 'MAX_MODEL_SIZE', 'MAX_LAYERS',
-           'ReadError', 'expands_too_far', 'check_is_file', 'read_text', 'csv_rows', 'split_lines', 'splits_in_name',
-           'read_member', 'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5',
-           'check_link', 'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
+           'ReadError', 'expands_too_far', 'named', 'check_is_file', 'read_text', 'csv_rows', 'split_lines',
+           'splits_in_name', 'read_member', 'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml',
+           'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
 
 # %% ../../nbs/core/03_reading.ipynb #c003
 import csv
@@ -15,11 +15,15 @@ import io
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .messages import printable
 
 if TYPE_CHECKING: # Programs without HDF5 do not import it
     import zipfile
@@ -52,11 +56,20 @@ def expands_too_far(
     return unpacked > max(SMALL_BYTES, MAX_EXPANSION*packed)
 
 # %% ../../nbs/core/03_reading.ipynb #c008
-def check_is_file(path: str | Path) -> None:
-    "Raise `ReadError` for a pipe, a socket or a device; a folder or a missing file is left to the caller."
+@contextmanager
+def named(
+    place: object,                      # File, key or line that the block is about
+    kind: type[Exception] = ValueError, # Class of the errors
+) -> Iterator[None]:
+    "Raise `OSError`s and `ValueError`s of the block in one class and in one line, with the place before them."
+    try: yield
+    except (OSError, ValueError) as e: raise kind(printable(f'{place}: {e}')) from None
+
+def check_is_file(path: str | Path, kind: type[Exception] = ReadError) -> None:
+    "Raise an error for a pipe, a socket or a device; a folder or a missing file is left to the caller."
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ReadError(f'{path}: found a pipe, socket or device, expected a file; remove it, or give another path')
+        raise kind(f'{path}: found a pipe, socket or device, expected a file; remove it, or give another path')
 
 def read_text(
     path: str | Path,            # File of UTF-8

@@ -43,21 +43,10 @@ class DayBalancedSampler:
         self.seed = seed
         self.days = np.unique(days_of_trials)
         self._trials = {d: np.flatnonzero(np.asarray(days_of_trials) == d) for d in self.days}
-        if days_per_batch > len(self.days):
-            raise ValueError(f'days_per_batch is {days_per_batch}, but only {len(self.days)} days have trials; '
-                             'lower data.days_per_batch')
-        if batch_size < days_per_batch:
-            raise ValueError(f'batch_size {batch_size} is smaller than days_per_batch {days_per_batch}; '
-                             'raise data.batch_size')
         required = must_include_days or []
-        self._required = [d if d >= 0 else int(self.days[-1]) + 1 + d for d in required]
-        if without := [d for d in self._required if d not in self.days]:
-            raise ValueError(f'must_include_days: day {without[0]} has no trials; days with trials are '
-                             f'{self.days.tolist()}')
-        if len(set(self._required)) < len(required) or len(required) > days_per_batch:
-            raise ValueError(f'must_include_days {list(required)} must be different days, at most '
-                             f'days_per_batch = {days_per_batch}')
+        self._required = [d if d >= 0 else int(max(self.days, default=0)) + 1 + d for d in required]
         self._optional = np.setdiff1d(self.days, self._required)
+        self._check(required)
 
     def batch(self,
         step: int, # Step, in any order
@@ -70,6 +59,19 @@ class DayBalancedSampler:
         n_per_day, n_left = divmod(self.batch_size, self.days_per_batch)
         one_more = rng.permutation(self.days_per_batch) < n_left
         return np.concatenate([rng.choice(self._trials[d], n_per_day + more) for d, more in zip(days, one_more)])
+
+    def _check(self, required: Sequence[int]) -> None:
+        n = self.days_per_batch
+        if n > len(self.days):
+            raise ValueError(f'days_per_batch is {n}, but only {len(self.days)} days have trials; lower '
+                             'data.days_per_batch')
+        if self.batch_size < n:
+            raise ValueError(f'batch_size {self.batch_size} is smaller than days_per_batch {n}; raise data.batch_size')
+        if without := [d for d in self._required if d not in self.days]:
+            raise ValueError(f'must_include_days: day {without[0]} has no trials; days with trials are '
+                             f'{self.days.tolist()}')
+        if len(set(self._required)) < len(required) or len(required) > n:
+            raise ValueError(f'must_include_days {list(required)} must be different days, at most days_per_batch = {n}')
 
 # %% ../../nbs/data/04_batches.ipynb #c012
 def apportioned(

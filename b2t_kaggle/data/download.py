@@ -228,11 +228,7 @@ def unpack_zip(
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             size = sum(member.file_size for member in members)
-            for m in members:
-                if stat.S_ISLNK(m.external_attr >> 16) or not stays_inside(m.filename):
-                    raise ValueError(f'{m.filename!r} leads out of the folder')
-            if expands_too_far(size, path.stat().st_size):
-                raise ValueError(f'would unpack to {format_size(size)}, expected at most a hundred times its size')
+            _check_members(members, size, path.stat().st_size)
             require_space(folder.parent, size, f'the contents of {path.name}')
             with replaced_folder(folder) as scratch, \
                  tqdm(total=size, unit='B', unit_scale=True, desc=f'unpack {path.name}', disable=not progress) as bar:
@@ -244,6 +240,13 @@ def unpack_zip(
         if isinstance(e, WriteError) or getattr(e, 'errno', None) not in (None, errno.EINVAL): raise
         raise DownloadError(f'{path}: was not unpacked ({e}); delete it and fetch it again') from None
     return folder
+
+def _check_members(members: list[zipfile.ZipInfo], size: int, packed: int) -> None:
+    for m in members:
+        if stat.S_ISLNK(m.external_attr >> 16) or not stays_inside(m.filename):
+            raise ValueError(f'{m.filename!r} leads out of the folder')
+    if expands_too_far(size, packed):
+        raise ValueError(f'would unpack to {format_size(size)}, expected at most a hundred times its size')
 
 # %% ../../nbs/data/05_download.ipynb #c031
 RECORDINGS = 't15_copyTask_neuralData'

@@ -66,16 +66,13 @@ class Writer:
         self._last_word = ''
         topics = _CORPUS_TOPICS[corpus]
         if corpus == 'random':
-            n_words = 3 + self._pick(range(4))
-            return _finish([self._random_word(topics) for _ in range(n_words)])
-        topic = self._pick(topics)
-        return _finish(self._expand(_FIRST_RULE[corpus], topic))
+            return _finish([self._random_word(topics) for _ in range(3 + self._pick(range(4)))])
+        return _finish(self._expand(_FIRST_RULE[corpus], self._pick(topics)))
 
     def _random_word(self, topics: tuple[str, ...]) -> str:
         self._last_word = ''
         cls = self._pick('NMVIA')
-        topic = self._pick(topics)
-        return self._expand(cls, topic)[0]
+        return self._expand(cls, self._pick(topics))[0]
 
 # %% ../../nbs/data/01_sentences.ipynb #c011
 def read_vocabulary(
@@ -128,10 +125,6 @@ def _doubled(verb: str) -> str:
     "The stem before `-ing` and `-ed`: *plan* becomes *plann*."
     return verb + verb[-1] if verb in _DOUBLED else verb
 
-def _ing(verb: str) -> str:
-    silent_e = verb[-1] == 'e' and verb[-2:] != 'ee' and verb != 'be'
-    return (verb[:-1] if silent_e else _doubled(verb)) + 'ing'
-
 def _ed(verb: str) -> str:
     if verb[-1] == 'e': return verb + 'd'
     if _ends_in_consonant_y(verb): return verb[:-1] + 'ied'
@@ -143,7 +136,7 @@ def _inflect(verb: str, form: str) -> str:
     if form == 's':
         if v == 'have': v = 'has'
         else: v = v + 's' if v in _PLURAL else plural(v)
-    elif form == 'ing': v = _ing(v)
+    elif form == 'ing': v = (v[:-1] if v[-1] == 'e' and v[-2:] != 'ee' and v != 'be' else _doubled(v)) + 'ing'
     elif form == 'ed': v = _PAST[v][0] if v in _PAST else _ed(v)
     elif form == 'en': v = _PAST[v][-1] if v in _PAST else _ed(v)
     return ' '.join([v, *rest])

@@ -48,8 +48,7 @@ class Trial:
 
     def __post_init__(self):
         if self.is_instruction is None:
-            is_instruction = (self.sentence or '').strip().startswith('[')
-            object.__setattr__(self, 'is_instruction', is_instruction)
+            object.__setattr__(self, 'is_instruction', (self.sentence or '').strip().startswith('['))
 
 def participant_of(
     session: str, # Session name
@@ -175,8 +174,7 @@ def _check_features(raw: dict, checked: set[str], dtype: np.dtype, subset: list[
         fault = f'NaN or infinity in {len(bad)} of {n} time steps, first in {bad[0]}'
         yield 'input_features', fault, 'finite numbers', _FETCH_OR_LEAVE_OUT
     if 'n_time_steps' in checked and raw['n_time_steps'] != n:
-        expected = f'{n}, the length of input_features'
-        yield 'n_time_steps', str(raw['n_time_steps']), expected, _FETCH_OR_LEAVE_OUT
+        yield 'n_time_steps', str(raw['n_time_steps']), f'{n}, the length of input_features', _FETCH_OR_LEAVE_OUT
     if subset is not None: x = x[:, [f for f in subset if 0 <= f < x.shape[1]]] # `pack` refuses others
     if dtype.itemsize >= x.dtype.itemsize or not x.size: return
     largest = max(x.max(), x.min(), key=abs)
@@ -192,8 +190,7 @@ def _check_class_ids(raw: dict) -> _Faults:
     n_used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
     if n < 1: yield 'seq_len', str(n), 'at least 1', f'it has no label; {_LEAVE_OUT}'
     elif n_used != n:
-        expected = f'{n_used}, the length of seq_class_ids without padding'
-        yield 'seq_len', str(n), expected, _FETCH_OR_LEAVE_OUT
+        yield 'seq_len', str(n), f'{n_used}, the length of seq_class_ids without padding', _FETCH_OR_LEAVE_OUT
     outside = np.flatnonzero((ids[:n_used] < 1) | (ids[:n_used] > SIL))
     if len(outside):
         yield ('seq_class_ids', f'class {ids[outside[0]]} at position {outside[0]}', f'1 … {SIL}, then zeros',
@@ -389,6 +386,14 @@ def _raw(self: Trial, path: Path) -> dict:
     return raw | dict(seq_class_ids=padded[0], seq_len=len(self.class_ids), sentence_label=self.sentence,
                       transcription=padded[1])
 
+@patch
+def _readable(self: Trial, path: Path, session: str, seen: dict) -> dict:
+    "The same; raises `SessionError` for the first problem that reading it back would find."
+    raw = self._raw(path)
+    problems = _problems(raw, path, self.key, session, self.split)
+    for problem in (*problems, *_check_duplicate(raw, path, self.key, seen)): raise SessionError(problem)
+    return raw
+
 # %% ../../nbs/data/00_sessions.ipynb #c044
 class _DeferringFile(io.FileIO):
     "A file that stores the first write error in `error` and ignores later writes."
@@ -407,6 +412,9 @@ class _DeferringFile(io.FileIO):
         except OSError as e: self.error = e
         return size or 0
 
+    def check(self) -> None:
+        if self.error: raise self.error
+
 # %% ../../nbs/data/00_sessions.ipynb #c046
 def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are created
@@ -419,19 +427,16 @@ def write_session(
     with atomic_path(path) as scratch, _DeferringFile(scratch, 'w+b') as file:
         with h5py.File(file, 'w') as f:
             for i, trial in enumerate(trials):
-                key = f'trial_{i:04d}'
-                raw = replace(trial, split=split, key=key)._raw(path)
-                problems = [*_problems(raw, path, key, session, split), *_check_duplicate(raw, path, key, seen)]
-                if problems: raise SessionError(problems[0])
-                group = f.create_group(key)
-                for field, value in raw.items():
+                trial = replace(trial, split=split, key=f'trial_{i:04d}')
+                group = f.create_group(trial.key)
+                for field, value in trial._readable(path, session, seen).items():
                     if field in _DATASETS: group.create_dataset(field, data=value)
                     else: group.attrs[field] = value
-                if file.error: raise file.error
+                file.check()
             if not len(f):
                 advice = 'write no file for an empty split'
                 raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', advice))
-        if file.error: raise file.error
+        file.check()
     return path
 
 # %% ../../nbs/data/00_sessions.ipynb #c052

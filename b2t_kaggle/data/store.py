@@ -22,6 +22,7 @@ from ..config.groups import feature_indices
 from ..core.files import require_space, unchanged
 from ..core.messages import did_you_mean, tqdm
 from ..core.ragged import Ragged, RaggedError, RaggedWriter
+from ..core.reading import named
 from b2t_kaggle.data.sessions import (
     N_FEATURES,
     Trial,
@@ -146,30 +147,13 @@ class _Source:
     "Source files of a store. Raises `StoreError` for sessions or features that do not fit."
     def __init__(self, data_dir: Folders, split: str, sessions: list[str] | None, subset: Sequence[int | str] | None):
         folders = [data_dir] if isinstance(data_dir, str | Path) else data_dir
-        place: dict[str, Path] = {}
-        for folder in folders:
-            for s in list_sessions(folder):
-                if s in place:
-                    raise StoreError(f'{folder}: session {s} is also in {place[s]}; each folder must have '
-                                     'another participant')
-                place[s] = Path(folder)
+        places = [(s, Path(folder)) for folder in folders for s in list_sessions(folder)]
+        place = dict(places)
         self.sessions = list(place if sessions is None else sessions) # Numbered as days
-        if missing := [s for s in self.sessions if s not in place]:
-            hint = did_you_mean(missing[0], place, f'only {", ".join(place)}')
-            raise StoreError(f'{" and ".join(map(str, folders))}: there is no session {missing[0]}{hint}')
-        if twice := sorted(s for s in set(self.sessions) if self.sessions.count(s) > 1):
-            raise StoreError(f'sessions are named twice: {twice}')
-        first_with = {n_features(s): s for s in reversed(self.sessions)}
-        if isinstance(data_dir, str | Path) and len(first_with) > 1:
-            examples = ', '.join(f'{s} with {n}' for n, s in first_with.items())
-            raise StoreError(f'all trials of a store must have the same number of features, found {examples}; name '
-                             'the sessions of one participant (data.sessions), or give a folder for each '
-                             '(data.dataset_dir)')
-        self.n_features = n = max(first_with, default=N_FEATURES) # Others are padded
-        self.subset = subset = None if subset is None else [int(f) for f in feature_indices(subset)]
-        if subset is not None and (not subset or len({*subset}) < len(subset) or min(subset) < 0 or max(subset) >= n):
-            raise StoreError(f'feature_subset must have distinct indices from 0 to {n - 1}, found {subset}')
-        self.width = n if subset is None else len(subset)
+        self.n_features = n = max(map(n_features, self.sessions), default=N_FEATURES) # Others are padded
+        self.subset = None if subset is None else [int(f) for f in feature_indices(subset)]
+        self.width = n if self.subset is None else len(self.subset)
+        self._check(places, folders, isinstance(data_dir, str | Path))
         paths = {s: session_path(place[s], s, split) for s in self.sessions}
         self.files = {s: path for s, path in paths.items() if path.exists()} # Files of the split by session
 
@@ -177,6 +161,27 @@ class _Source:
         "Approximate size of the store in bytes."
         n_bytes = sum(self.width/n_features(s)*path.stat().st_size for s, path in self.files.items())
         return 8192 + int(np.dtype(dtype).itemsize/4*n_bytes) # 8 KiB for column names, types and a few rows
+
+    def _check(self, places: list[tuple[str, Path]], folders: Sequence[str | Path], is_one: bool) -> None:
+        first: dict[str, Path] = {} # First folder with a session
+        for s, folder in places:
+            if first.setdefault(s, folder) is not folder:
+                raise StoreError(f'{folder}: session {s} is also in {first[s]}; each folder must have another '
+                                 'participant')
+        if missing := [s for s in self.sessions if s not in first]:
+            hint = did_you_mean(missing[0], first, f'only {", ".join(first)}')
+            raise StoreError(f'{" and ".join(map(str, folders))}: there is no session {missing[0]}{hint}')
+        if twice := sorted(s for s in set(self.sessions) if self.sessions.count(s) > 1):
+            raise StoreError(f'sessions are named twice: {twice}')
+        first_with = {n_features(s): s for s in reversed(self.sessions)}
+        if is_one and len(first_with) > 1:
+            examples = ', '.join(f'{s} with {n}' for n, s in first_with.items())
+            raise StoreError(f'all trials of a store must have the same number of features, found {examples}; name '
+                             'the sessions of one participant (data.sessions), or give a folder for each '
+                             '(data.dataset_dir)')
+        subset, n = self.subset, self.n_features
+        if subset is not None and (not subset or len({*subset}) < len(subset) or min(subset) < 0 or max(subset) >= n):
+            raise StoreError(f'feature_subset must have distinct indices from 0 to {n - 1}, found {subset}')
 
 def packed_bytes(
     data_dir: Folders,        # Folder with the session folders, or several
@@ -230,7 +235,6 @@ def build(cls: TrialStore,
                 labels = None if t.class_ids is None else t.class_ids.tolist()
                 row = dict(session=session, day=day, block=t.block, trial=t.trial, key=t.key, n_bins=len(x),
                            n_labels=len(labels or []), sentence=t.sentence, is_instruction=t.is_instruction)
-                try: writer.append(x, **row, class_ids=labels)
-                except RaggedError as e: raise RaggedError(f'{file}, {t.key}, input_features: {e}') from None
+                with named(f'{file}, {t.key}, input_features', RaggedError): writer.append(x, **row, class_ids=labels)
             bar.update(stats[session].st_size)
     return cls(path)

@@ -122,6 +122,15 @@ class _DayFile:
 
     def trials(self, numbers: Counter) -> Iterator[Trial]:
         "Yield trials, numbered within each block; `numbers` counts the session's trials by block."
+        for block, x, row in zip(*self.sentences()):
+            sentence = row and row.strip()
+            class_ids = sentence and to_class_ids(sentence_to_phonemes(sentence))
+            x = x.astype(np.float32, copy=False)
+            yield Trial(self.path.stem, self.split, '', block, numbers[block], x, class_ids, sentence)
+            numbers[block] += 1
+
+    def sentences(self) -> tuple[list[int], list[np.ndarray], list]:
+        "The block, the features [T, F] and the text, or None, of each sentence."
         text_names = ['sentenceText'] if self.split != 'test' else []
         block_idx, tx1, spike_pow, *text = self.read('blockIdx', 'tx1', 'spikePow', *text_names)
         numbered = block_idx.ravel() if isinstance(block_idx, np.ndarray) else np.zeros(0)
@@ -138,13 +147,7 @@ class _DayFile:
                 raise self.error(i, 'spikePow', f'{len(power[i])} bins', f'{len(crossings[i])}, as many as in tx1')
             if text and not re.search('[a-zA-Z0-9]', row if isinstance(row, str) else ''):
                 raise self.error(i, 'sentenceText', repr(row.strip()) if isinstance(row, str) else _shape(row), 'text')
-        recorded = zscore_blocks([np.hstack(pair) for pair in zip(crossings, power)], blocks)
-        for block, x, row in zip(blocks.tolist(), recorded, rows):
-            sentence = row and row.strip()
-            class_ids = sentence and to_class_ids(sentence_to_phonemes(sentence))
-            x = x.astype(np.float32, copy=False)
-            yield Trial(self.path.stem, self.split, '', block, numbers[block], x, class_ids, sentence)
-            numbers[block] += 1
+        return blocks.tolist(), zscore_blocks([np.hstack(pair) for pair in zip(crossings, power)], blocks), rows
 
 def _shape(x) -> str:
     return f'{x.dtype} {list(x.shape)}' if isinstance(x, np.ndarray) else type(x).__name__
@@ -212,7 +215,6 @@ def simulate_t12(
     test: int = 10,         # Sentences per session in `competitionHoldOut`
     *,
     seed: int = 0,          # Random seed
-    progress: bool = False, # Show a progress bar
 ) -> Path:                  # `folder`
     "Simulate T12's files. Raises `SimulateError` for an impossible `n_sessions`, or a folder with other recordings."
     folder = Path(folder)
@@ -222,8 +224,7 @@ def simulate_t12(
                             'overwritten; choose another folder')
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder/_MARKER, '{"format": "t12"}')
-    bar = tqdm(_DAYS[:n_sessions], desc='simulate', unit=' sessions', disable=not progress)
-    for day, (name, e) in enumerate(zip(bar, electrodes(n_sessions, seed=seed))):
+    for day, (name, e) in enumerate(zip(_DAYS, electrodes(n_sessions, seed=seed))):
         first = 1
         for part, (split, n) in enumerate(dict(train=train, val=val, test=test).items()):
             blocks = [first + i//_BLOCK for i in range(n)]

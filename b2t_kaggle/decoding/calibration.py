@@ -40,8 +40,7 @@ def word_evidence(lists: Sequence[Sequence[Hypothesis]], references: Sequence[st
     "Compare the words of the best hypotheses with their lists and with the references."
     best = [hyps[0].text.split() for hyps in lists]
     if not any(best): raise ValueError('found no words to calibrate confidences on')
-    n_words = [len(words) for words in best]
-    list_of = np.repeat(np.arange(len(best)), n_words)
+    list_of = np.repeat(np.arange(len(best)), [len(words) for words in best])
     totals = np.full((len(best), max(map(len, lists))), -np.inf)
     same = np.zeros((len(list_of), totals.shape[1]), bool)
     for i, hyps in enumerate(lists):
@@ -110,14 +109,13 @@ def quality(costs: np.ndarray, confidence: np.ndarray, right: np.ndarray) -> Qua
 def cross_calibrate(
     lists: Sequence[Sequence[Hypothesis]], # n-best list of each trial, best first
     references: Sequence[str],             # Sentence of each trial
-    folds: int = 5,                        # Number of folds; trial i is in fold i % folds
 ) -> Calibration:
     """Fit the temperature with the lowest cross-entropy of the confidences of the best hypotheses' words: temperature
     scaling (Guo et al., 2017), cross-validated. Raises `ValueError` if there are no words."""
     evidence = word_evidence(lists, references)
     costs = evidence.costs()
-    fold = evidence.list_of % folds
-    places = np.array([costs[:, fold != k].sum(1).argmin() for k in range(folds)])
+    fold = evidence.list_of % 5
+    places = np.array([costs[:, fold != k].sum(1).argmin() for k in range(5)])
     one = int(abs(TEMPERATURES - 1).argmin())
     before = quality(costs[one], evidence.confidences(1.), evidence.right)
     by_fold = np.array([evidence.confidences(t) for t in TEMPERATURES[places]])

@@ -48,9 +48,9 @@ def marker() -> Path:
     versions = [sys.version, importlib.metadata.version('numba'), str(folder)]
     return user_cache('compiled')/hashlib.sha256('\n'.join(versions + sources).encode()).hexdigest()[:16]
 
-def compile_search(niceness: int = 0) -> None:
+def compile_search(niceness: int) -> None:
     "Compile the functions of a search with an ARPA file, and record this in `marker`."
-    if niceness and hasattr(os, 'nice'): os.nice(niceness)
+    if hasattr(os, 'nice'): os.nice(niceness)
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import build_ngram

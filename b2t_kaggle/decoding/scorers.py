@@ -287,8 +287,7 @@ class BoostedScorer:
         "Make room for `room` pairs; existing ones keep their numbers."
         old = self.phrases.pairs[:self.phrases.n_pairs[0]]
         self.phrases.n_pairs[0] = 0
-        pairs = np.zeros(room, _PAIR)
-        self.phrases = self.phrases._replace(index=empty_table(2*room), pairs=pairs)
+        self.phrases = self.phrases._replace(index=empty_table(2*room), pairs=np.zeros(room, _PAIR))
         for ngram_state, phrase_state in old.tolist(): _pair(self.phrases, ngram_state, phrase_state)
 
 NGramScorer = AutomatonScorer | KenLMScorer | BoostedScorer

@@ -141,8 +141,7 @@ def _best_point(errors: np.ndarray, start: Point, candidates: np.ndarray) -> Poi
     allowed = candidates & (errors <= errors[start])
     points = np.argwhere(allowed)
     distance = np.abs(points - start).sum(1)
-    i = np.lexsort((distance, _smoothed(errors)[allowed]))[0]
-    return tuple(points[i].tolist())
+    return tuple(points[np.lexsort((distance, _smoothed(errors)[allowed]))[0]].tolist())
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c021
 _NBEST = 100    # Most sentences that one search adds to a trial's pool

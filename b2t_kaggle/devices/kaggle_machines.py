@@ -9,7 +9,6 @@ __all__ = ['KAGGLE_ACCELERATORS', 'FEW_BATCHES', 'KaggleAccelerator', 'kaggle_ac
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c002
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import machine
@@ -47,9 +46,9 @@ def kaggle_accelerator(name: str) -> KaggleAccelerator:
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c008
 _MARGIN = 1/6
 
-def time_limit_hours(hours: float | None, kind: str, environ: Mapping[str, str] = os.environ) -> float | None:
+def time_limit_hours(hours: float | None, kind: str) -> float | None:
     "Hours that a run may take: as configured, else Kaggle's for `tpu`, `cuda` or `cpu`, else None for no limit."
-    if hours is not None or 'KAGGLE_KERNEL_RUN_TYPE' not in environ: return hours
+    if hours is not None or 'KAGGLE_KERNEL_RUN_TYPE' not in os.environ: return hours
     image = 'gpu' if kind == 'cuda' else kind
     return min(a.hours for a in KAGGLE_ACCELERATORS.values() if a.image == image) - _MARGIN
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -107,10 +107,10 @@ def _nvidia_smi() -> str:
     except (OSError, subprocess.TimeoutExpired): return ''
     return done.stdout if done.returncode == 0 else ''
 
-def driver_gpus(query: Callable[[], str] = _nvidia_smi) -> tuple[Gpu, ...]:
+def driver_gpus() -> tuple[Gpu, ...]:
     "The GPUs that the NVIDIA driver sees, without any framework, from lines of name, MiB and compute capability."
     gpus = []
-    for line in query().splitlines():
+    for line in _nvidia_smi().splitlines():
         if row := re.fullmatch(r'\s*([^,]*?)\s*,\s*([\d.]+)\s*,\s*(\d+\.\d+)\s*', line):
             name, mib, capability = row.groups()
             gpus.append(Gpu(name, float(mib) / 1024, capability, float(capability) >= 8))
@@ -326,7 +326,7 @@ def tpu_device(d: Detected, accelerator: str, precision: str) -> Device:
     device_reason = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
     return Device('xla', f'TPU {name}', chosen, join_clauses(device_reason, because), d.tpu.devices or 1)
 
-def gpu_device(d: Detected, accelerator: str, precision: str, unused: str = '') -> Device:
+def gpu_device(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     "All GPUs, which must be of one model; `unused` is the clause that `unused_tpu` returns."
     gpu = d.gpus[0]
     chosen, because = gpu.precision(precision)

@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from . import machine
-from .machine import NO_TPU, Detected, Device, DeviceError, Gpu, Tpu, detect, driver_gpus
+from .machine import NO_TPU, Detected, Device, DeviceError, Gpu, detect, driver_gpus
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c006
 TENSORFLOW_TPU = '2.20.0' # The newest tensorflow-tpu
@@ -60,17 +60,6 @@ def tensorflow_tpu_problem(d: Detected) -> str:
             'start a session with a TPU, or set TPU_NAME=local to try anyway')
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c011
-def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
-    build = _build_and_version(d)
-    device_reason = f'{build} {"is built without CUDA" if d.gpus else "sees no GPU"}'
-    if accelerator == 'cpu': device_reason = 'asked for'
-    chosen, because = machine.choose_precision(precision, False, 'XLA computes bfloat16 by way of float32 here')
-    device = Device('cpu', d.cpu, chosen, machine.join_clauses(device_reason, unused, because))
-    if not tensorflow_build(d).endswith('-tpu'): return device
-    return replace(device, jit=False).with_reasons(
-        f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment')
-
-# %% ../../nbs/devices/04_tensorflow.ipynb #c012
 def check_tensorflow(d: Detected, accelerator: str) -> None:
     "Raises `DeviceError` if there is no such accelerator for TensorFlow, or no TensorFlow that can be imported."
     machine.check_accelerator(accelerator)
@@ -101,10 +90,20 @@ def plan_tensorflow(d: Detected, accelerator: str = 'auto', precision: str = 'au
                           "train.accelerator=auto, or install a driver and pip install 'tensorflow[and-cuda]'")
     return _on_cpu(d, accelerator, precision, unused)
 
+# %% ../../nbs/devices/04_tensorflow.ipynb #c012
+def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
+    build = _build_and_version(d)
+    device_reason = f'{build} {"is built without CUDA" if d.gpus else "sees no GPU"}'
+    if accelerator == 'cpu': device_reason = 'asked for'
+    chosen, because = machine.choose_precision(precision, False, 'XLA computes bfloat16 by way of float32 here')
+    device = Device('cpu', d.cpu, chosen, machine.join_clauses(device_reason, unused, because))
+    if not tensorflow_build(d).endswith('-tpu'): return device
+    return replace(device, jit=False).with_reasons(
+        f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment')
+
 # %% ../../nbs/devices/04_tensorflow.ipynb #c016
-def tensorflow_address(d: Detected, address: str | None = None) -> str:
-    "Address by which `TPUClusterResolver` finds the TPU; empty if neither the argument nor the machine names one."
-    if address or d.tpu is None: return address or ''
+def tensorflow_address(d: Detected) -> str:
+    "Address by which `TPUClusterResolver` finds the TPU of a machine that has one."
     has_one_host = ',' not in d.variables.get('TPU_WORKER_HOSTNAMES', '')
     return 'local' if d.tpu.hardware and has_one_host else d.variables.get('TPU_NAME', 'local')
 
@@ -134,10 +133,10 @@ def _missing_cores(n_devices: int, expected: int, accelerator: str) -> str:
     warnings.warn(problem, RuntimeWarning, stacklevel=3)
     return problem
 
-def _start_and_count(d: Detected, address: str) -> int:
+def _start_and_count(d: Detected) -> int:
     "Start the TPU and count its cores; the `DeviceError` says whether the build is the cause."
     if 'torch_xla' in d.imported: raise DeviceError(_TWO_FRAMEWORKS)
-    build = tensorflow_build(d)
+    address, build = tensorflow_address(d), tensorflow_build(d)
     try:
         _start_tpu(address)
         import tensorflow as tf
@@ -148,12 +147,11 @@ def _start_and_count(d: Detected, address: str) -> int:
         if build.endswith('-cpu'): raise DeviceError(_no_kernels(d)) from e
         raise DeviceError(f'{e}. If it was not built for TPUs, {_no_kernels(d)}') from e
 
-def _pick_tpu(d: Detected, address: str, accelerator: str, precision: str) -> Device:
-    n_devices = _start_and_count(d, address)
-    tpu = d.tpu or Tpu(f'at {address}', None, None, {})
-    device = replace(machine.tpu_device(replace(d, tpu=tpu), accelerator, precision), kind='tpu', n_devices=n_devices)
-    unknown = '' if tpu.devices else f'TensorFlow uses {n_devices} of its cores (number of cores unknown)'
-    missing = _missing_cores(n_devices, tpu.devices or tpu.chips or 1, accelerator)
+def _pick_tpu(d: Detected, accelerator: str, precision: str) -> Device:
+    n_devices = _start_and_count(d)
+    device = replace(machine.tpu_device(d, accelerator, precision), kind='tpu', n_devices=n_devices)
+    unknown = '' if d.tpu.devices else f'TensorFlow uses {n_devices} of its cores (number of cores unknown)'
+    missing = _missing_cores(n_devices, d.tpu.devices or d.tpu.chips or 1, accelerator)
     return device.with_reasons(unknown, missing)
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c025
@@ -191,18 +189,15 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
     return replace(device, n_devices=n_devices).with_reasons(failure, hidden)
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c029
-def pick_tensorflow(accelerator: str = 'auto', precision: str = 'auto', address: str | None = None) -> Device:
-    """Start the device for TensorFlow; imports tensorflow. Raises `DeviceError` if a named device is missing.
-
-    The address of a TPU is `local` or a name; None takes it from the environment."""
+def pick_tensorflow(accelerator: str = 'auto', precision: str = 'auto') -> Device:
+    "Start the device for TensorFlow; imports tensorflow. Raises `DeviceError` if a named device is missing."
     d = detect('tensorflow')
     check_tensorflow(d, accelerator)
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up messages call for no action
     load_triton()
     failure = ''
-    tpu_address = tensorflow_address(d, address) if accelerator in ('auto', 'tpu') else ''
-    if tpu_address:
-        try: return _pick_tpu(d, tpu_address, accelerator, precision)
+    if d.tpu and accelerator in ('auto', 'tpu'):
+        try: return _pick_tpu(d, accelerator, precision)
         except DeviceError as e:
             if accelerator == 'tpu': raise DeviceError(f'accelerator tpu: {e}') from e
             d = replace(d, tpu=None)
@@ -210,14 +205,14 @@ def pick_tensorflow(accelerator: str = 'auto', precision: str = 'auto', address:
     return _pick_gpus_or_cpu(d, accelerator, precision, failure)
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c032
-def create_tpu_strategy(address: str | None = None, accelerator: str = 'auto', device: Device | None = None):
+def create_tpu_strategy(accelerator: str = 'auto', device: Device | None = None):
     """A `tf.distribute.Strategy` with a replica on each core of the TPU, else on each GPU or logical processor.
 
     Prints the device, which `pick_tensorflow` chooses unless it is given. Raises `DeviceError`."""
-    device = device or pick_tensorflow(accelerator, address=address)
+    device = device or pick_tensorflow(accelerator)
     import tensorflow as tf
     if device.kind == 'tpu':
-        strategy = tf.distribute.TPUStrategy(_start_tpu(tensorflow_address(detect('tensorflow'), address)))
+        strategy = tf.distribute.TPUStrategy(_start_tpu(tensorflow_address(detect('tensorflow'))))
     elif device.n_devices == 1: strategy = tf.distribute.get_strategy()
     else:
         kind = 'GPU' if device.kind == 'cuda' else 'CPU'
@@ -230,16 +225,15 @@ def create_tpu_strategy(address: str | None = None, accelerator: str = 'auto', d
     return strategy
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c035
-def configure_mixed_precision(device: Device | str | None = None, disable: bool = False) -> str:
+def configure_mixed_precision(device: Device | str | None = None) -> str:
     """Set and return Keras' policy, `mixed_bfloat16`, `mixed_float16` or `float32`, for a device or a precision.
 
-    None and `auto` start a device; `disable` computes in float32 on every device. With float32, products are not
-    rounded to TF32; with 16 bits, float32 products may be."""
+    None and `auto` start a device. With float32, products are not rounded to TF32; with 16 bits, they may
+    be."""
     load_triton()
     import keras
     import tensorflow as tf
     precision = device.precision if isinstance(device, Device) else device or 'auto'
-    if disable: precision = 'float32'
     if precision == 'auto': precision = pick_tensorflow().precision
     precision, _ = machine.choose_precision(precision, False)
     policy = 'float32' if precision == 'float32' else f'mixed_{precision}'

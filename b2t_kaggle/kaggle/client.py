@@ -300,9 +300,12 @@ def connect() -> Client:
     except (SystemExit, OSError, TypeError, KaggleError) as e: # It cannot read some token files
         if isinstance(e, UnreachableError) and not isinstance(e.__cause__, json.JSONDecodeError):
             raise UnreachableError(f'{e}. Run the same command again later') from None
-        paths = [*map(os.path.expanduser, ('~/.kaggle/access_token', '~/.kaggle/access_token.txt')), api.config]
-        places = ['KAGGLE_API_TOKEN'] if os.environ.get('KAGGLE_API_TOKEN') else [p for p in paths if os.path.exists(p)]
-        if not places: raise KaggleError(f'Kaggle needs a token: {_TOKEN}') from None
-        raise KaggleError(f'Kaggle does not accept the token in {", ".join(places)}, which may have expired or be '
-                          f'damaged: remove that, and {_TOKEN}') from None
+        raise _token_error(api.config) from None
     return Client(api)
+
+def _token_error(config: str) -> KaggleError:
+    paths = [*map(os.path.expanduser, ('~/.kaggle/access_token', '~/.kaggle/access_token.txt')), config]
+    places = ['KAGGLE_API_TOKEN'] if os.environ.get('KAGGLE_API_TOKEN') else [p for p in paths if os.path.exists(p)]
+    if not places: return KaggleError(f'Kaggle needs a token: {_TOKEN}')
+    return KaggleError(f'Kaggle does not accept the token in {", ".join(places)}, which may have expired or be '
+                       f'damaged: remove that, and {_TOKEN}')

@@ -245,8 +245,7 @@ def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:
         if not name or ' ' in name or name in all_words: continue
         if name not in plain or log_prob[i] > log_prob[plain[name]]: plain[name] = i
     table = word_table(_bytes([*words, *plain]))
-    numbers = np.array([*range(len(words)), *plain.values()], np.int32)
-    return table._replace(ids=numbers[table.ids])
+    return table._replace(ids=np.array([*range(len(words)), *plain.values()], np.int32)[table.ids])
 
 def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     "Metadata and arrays of an ARPA file."
@@ -353,8 +352,7 @@ def is_arpa(
     path: str | Path, # File of an n-gram model
 ) -> bool:
     "Whether a file exists and is not a KenLM binary."
-    is_there = Path(path).is_file() or (Path(path)/'TLG.fst').is_file() # Not a pipe, which would block
-    return is_there and not is_kenlm_binary(path)
+    return Path(path).is_file() and not is_kenlm_binary(path) # Not a pipe, which would block
 
 def load_ngram(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary

@@ -191,19 +191,9 @@ def write_grammar(
     path: str | Path,                             # ARPA file to write
 ) -> Path:                                        # `path`
     "Write a model that allows only the phrases. Raises a `ValueError` that names an unusable phrase."
-    if isinstance(phrases, str):
-        raise TypeError(f'phrases: found the text {phrases[:60]!r}, expected a list of phrases')
-    weights: Counter = Counter() # Weight of each phrase, as a tuple of words
-    for phrase in phrases:
-        words = tuple(normalize_words(phrase.split()))
-        weight = phrases[phrase] if isinstance(phrases, Mapping) else 1
-        if not words: raise ValueError(f'phrase {phrase!r}: found no words')
-        if not 0 < weight < np.inf: raise ValueError(f'phrase {phrase!r}: found the weight {weight}, expected above 0')
-        weights[words] = weights[words] + weight if isinstance(phrases, Mapping) else 1
-    if not weights: raise ValueError('phrases: found none')
     begins: Counter = Counter() # Weight of each prefix of `<s> phrase </s>`
     uses: Counter = Counter()
-    for words, weight in weights.items():
+    for words, weight in _phrase_weights(phrases).items():
         sentence = ('<s>', *words, '</s>')
         for n in range(1, len(sentence) + 1): begins[sentence[:n]] += weight
         for word in (*words, '</s>'): uses[word] += weight
@@ -217,5 +207,19 @@ def write_grammar(
         grams.append(Grams(ids, np.log10([begins[b]/begins[b[:-1]] for b in ngrams]), np.full(len(ngrams), _NEVER)))
     write_arpa(path, vocabulary, [len(g.ids) for g in grams], grams)
     return Path(path)
+
+def _phrase_weights(phrases: Iterable[str] | Mapping[str, float]) -> Counter:
+    "The weight of each phrase, as a tuple of words."
+    if isinstance(phrases, str):
+        raise TypeError(f'phrases: found the text {phrases[:60]!r}, expected a list of phrases')
+    weights: Counter = Counter()
+    for phrase in phrases:
+        words = tuple(normalize_words(phrase.split()))
+        weight = phrases[phrase] if isinstance(phrases, Mapping) else 1
+        if not words: raise ValueError(f'phrase {phrase!r}: found no words')
+        if not 0 < weight < np.inf: raise ValueError(f'phrase {phrase!r}: found the weight {weight}, expected above 0')
+        weights[words] = weights[words] + weight if isinstance(phrases, Mapping) else 1
+    if not weights: raise ValueError('phrases: found none')
+    return weights
 
 _NEVER = -99. # log10, as SRILM writes a probability of 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.jit import jit as _jit
-from ..core.reading import is_finite_number, read_text, split_lines
+from ..core.reading import is_finite_number, named, read_text, split_lines
 from .automaton import FIRST, STATE, Arrays, empty_table, find
 from .ngram import LN10
 from ..phonemes import ARPABET, normalize_sentence
@@ -68,8 +68,7 @@ def boosts_of(
         if not isinstance(item, Boost):
             raise TypeError(f'boost: found {item!r}, expected bonuses by phrase, or Boost(phrase, bonus)')
     bonuses: dict[str, float] = {}
-    try: return list(dict.fromkeys([_checked(b, bonuses) for b in items]))
-    except ValueError as e: raise ValueError(f'boost: {e}') from None
+    with named('boost'): return list(dict.fromkeys([_checked(b, bonuses) for b in items]))
 
 # %% ../../nbs/lm/15_boost.ipynb #c011
 def read_boosts(
@@ -82,21 +81,20 @@ def read_boosts(
     boosts = []
     bonuses: dict[str, float] = {}
     for i, line in enumerate(split_lines(read_text(path, 1 << 24)), 1):
-        line = line.partition('#')[0]
-        if not line.strip(): continue
-        phrase, *numbers = [f.strip() for f in re.split(': ' if is_yaml else '[,\t]', line)]
-        try:
-            if not 1 <= len(numbers) <= 2:
-                raise ValueError(f'found {line.strip()!r}, expected a word or phrase, its bonus, and perhaps its '
-                                 'pronunciation, with commas or tabs between them')
-            try: bonus = scale*float(numbers[0])
-            except ValueError:
-                raise ValueError(f'{phrase!r}: found the bonus {numbers[0]!r}, expected a number') from None
-            if is_yaml: phrase = phrase.strip('"\'')
-            boosts.append(_checked(Boost(phrase, bonus, *filter(None, numbers[1:])), bonuses))
-        except ValueError as e: raise ValueError(f'{path}, line {i}: {e}') from None
+        line = line.partition('#')[0].strip()
+        with named(f'{path}, line {i}'):
+            if line: boosts.append(_checked(_parse_boost(line, is_yaml, scale), bonuses))
     if not boosts: raise ValueError(f"{path}: found no words or phrases, expected lines such as 'sacramento, 4'")
     return boosts
+
+def _parse_boost(line: str, is_yaml: bool, scale: float) -> Boost:
+    phrase, *numbers = [f.strip() for f in re.split(': ' if is_yaml else '[,\t]', line)]
+    if not 1 <= len(numbers) <= 2:
+        raise ValueError(f'found {line!r}, expected a word or phrase, its bonus, and perhaps its pronunciation, with '
+                         'commas or tabs between them')
+    try: bonus = scale*float(numbers[0])
+    except ValueError: raise ValueError(f'{phrase!r}: found the bonus {numbers[0]!r}, expected a number') from None
+    return Boost(phrase.strip('"\'') if is_yaml else phrase, bonus, *filter(None, numbers[1:]))
 
 # %% ../../nbs/lm/15_boost.ipynb #c014
 class PhraseList(NamedTuple):
@@ -143,14 +141,6 @@ def phrase_bonuses(
     return total
 
 # %% ../../nbs/lm/15_boost.ipynb #c018
-def _in_advance(bonuses: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
-    "The bonus paid in advance in each state, a proper prefix of phrases; shortest states first."
-    held: dict[tuple[int, ...], float] = {(): 0.}
-    for phrase, bonus in bonuses.items():
-        for j in range(1, len(phrase)):
-            held[phrase[:j]] = max(0., held.get(phrase[:j], 0.), bonus*j/len(phrase))
-    return dict(sorted(held.items(), key=lambda item: len(item[0])))
-
 def _ends(words: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
     "All suffixes of a word sequence, the longest first; the last one is empty."
     return (words[i:] for i in range(len(words) + 1))
@@ -160,10 +150,12 @@ def phrase_automaton(
     n_words: int, # Number of words, including `<unk>` and `</s>`
 ) -> Arrays:      # Arrays with scores in the unit of the bonuses
     "Build the automaton of phrases; the score of a word is its share of the bonuses."
-    held = _in_advance(bonuses)
-    number = {words: i for i, words in enumerate(held)}
+    held: dict[tuple[int, ...], float] = {(): 0.} # The bonus that each beginning of a phrase, a state, has paid ahead
+    for phrase, bonus in bonuses.items():
+        for j in range(1, len(phrase)): held[phrase[:j]] = max(0., held.get(phrase[:j], 0.), bonus*j/len(phrase))
+    number = {words: i for i, words in enumerate(sorted(held, key=len))}
     arrays = Arrays(empty_table(len(held) + len(bonuses)), np.zeros(n_words, FIRST), np.zeros(len(held), STATE))
-    for words in dict.fromkeys([*held, *bonuses]):
+    for words in dict.fromkeys([*number, *bonuses]):
         if not words: continue
         before, word = words[:-1], words[-1]
         after = next(end for end in _ends(words) if end in held)

@@ -14,7 +14,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,7 +163,10 @@ def _with_adapter(model, folder: Path, merge: bool):
         raise ValueError(f'adapter_config.json has r={facts["r"]}, the tensors of the adapter have {rank}')
     is_shape = model.device.type == 'meta'
     model = PeftModel.from_pretrained(model, str(folder), low_cpu_mem_usage=is_shape)
-    expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    _check_adapter(weights, get_peft_model_state_dict(model, save_embedding_layers=False).keys())
+    return model.merge_and_unload() if merge and not is_shape else model # As fast as without an adapter
+
+def _check_adapter(weights: dict[str, torch.Tensor], expected: KeysView[str]) -> None:
     if missing := sorted(expected - weights.keys()):
         raise ValueError(f'the adapter lacks {printable(missing[0])} ({len(missing)} in all)')
     if unused := sorted(name for name in weights.keys() - expected if 'lora_' in name):
@@ -171,7 +174,6 @@ def _with_adapter(model, folder: Path, merge: bool):
     pairs = [(w, weights[name.replace('lora_A', 'lora_B')]) for name, w in weights.items() if 'lora_A' in name]
     if not all(torch.isfinite(w).all() for w in weights.values()): raise ValueError('the adapter has NaN or infinity')
     if not any(a.any() and b.any() for a, b in pairs): raise ValueError('the adapter changes nothing')
-    return model.merge_and_unload() if merge and not is_shape else model # As fast as without an adapter
 
 # %% ../../nbs/lm/03_causal.ipynb #c020
 _CONVERTED = range(1 << 24, 1 << 32) # Sizes of GGUF files whose conversion is cached [bytes]
@@ -215,12 +217,7 @@ def _read(source: LLMSource, dtype: torch.dtype, option: str | None, device: str
     tokenizer = pretrained(AutoTokenizer, base, config, **where)
     if not weights and not place.exists(): return None, tokenizer
     info = dict(missing_keys=[])
-    if is_file and not weights:
-        from gguf import GGUFReader
-        with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
-        n = sum(int(tensor.n_elements) for tensor in GGUFReader(place).tensors)
-        if n < 0.99*model.num_parameters():
-            raise ValueError(f'it has {n:,} weights, its configuration needs {model.num_parameters():,}')
+    if is_file and not weights: model = _gguf_outline(place, config)
     else:
         options = quantization_options(option, dtype, device) if weights else dict(device_map='meta')
         if is_file and hasattr(transformers, 'GgufConfig'): # Earlier versions always dequantize
@@ -233,6 +230,15 @@ def _read(source: LLMSource, dtype: torch.dtype, option: str | None, device: str
     for adapter in source.adapters: model = _with_adapter(model, adapter, merge=option is None)
     model.name_or_path = str((source.base, *source.adapters)[-1]) # Adapters trained for it record this name
     return model, tokenizer
+
+def _gguf_outline(gguf: Path, config):
+    "The model of a GGUF file on the device `meta`; raises an error if the file has too few weights for it."
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM
+    with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
+    n = sum(int(tensor.n_elements) for tensor in GGUFReader(gguf).tensors)
+    if n >= 0.99*model.num_parameters(): return model
+    raise ValueError(f'it has {n:,} weights, its configuration needs {model.num_parameters():,}')
 
 def check_packages(
     option: str | None,             # `eight_bit`, `four_bit`, or None
@@ -409,8 +415,7 @@ def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: 
                  past=None) -> np.ndarray:
     """Log-probabilities of n sentences [n]; each node sees its ancestors unless `visible` [N, N] says otherwise.
     `past` has keys and values of the tokens before all sentences."""
-    n_past = past.get_seq_length() if past else 0
-    inputs = tree_inputs(model, tree, visible, n_past)
+    inputs = tree_inputs(model, tree, visible, past.get_seq_length() if past else 0)
     scores = _token_scores(model, inputs, tree.node, tree.target, separate_head, past)
     if past: past.crop(-len(tree.tokens))
     return np.bincount(tree.sentence, scores, minlength=n)

@@ -136,9 +136,6 @@ def _spell_unit(m: re.Match) -> str:
     if m[1] == '1': unit = 'foot' if unit == 'feet' else re.sub(r'^(\w+)s\b', r'\1', unit)
     return f'{m[1]} {unit}'
 
-def _spell_degrees(m: re.Match) -> str:
-    return ' degrees ' + dict(C='celsius', F='fahrenheit').get(m[1] or '', '')
-
 # %% ../../nbs/lm/02_corpus.ipynb #c020
 _YEAR = r'(?:1[89]|20)\d\d'
 _LONG = '|'.join(sorted(_UNITS, key=len, reverse=True))
@@ -154,7 +151,7 @@ _NUMBERS: list[tuple[re.Pattern, Any]] = [(re.compile(pattern), spoken) for patt
     (r'(?<![\w$.,:–—-])(\d{1,3}|\d{4})[-–—](\d{1,3}|\d{4})(?![\d:–—-])', lambda m: m[0] if (
         int(m[1]) >= int(m[2]) or (len(m[1]) == 4) != (len(m[2]) == 4)) else f'{m[1]} to {m[2]}'),
     (r'(?<!\S)[-−](?=\d)', 'minus '),
-    (r'(?<=\d)\s?[°º]\s?([CF]\b)?', _spell_degrees),
+    (r'(?<=\d)\s?[°º]\s?([CF]\b)?', lambda m: f' degrees {dict(C="celsius", F="fahrenheit").get(m[1], "")}'),
     (rf'(?i)(?<![\w.,])([\d.,]*\d)(?:\s?({_LONG})|({"|".join(_ATTACHED)}))(?![\w\'’])', _spell_unit),
     (rf'(?<![\w$.,:-]){_YEAR}(?![\w%:]|[.,-]\d)', lambda m: _spell_year(m[0])),
     ('%', ' percent'),

@@ -162,11 +162,8 @@ def restore(self: TrainingState, n_steps: int) -> int:
         with zipfile.ZipFile(self.path) as archive: damaged = archive.testzip()
         if damaged: raise ValueError(f'the checksum of {damaged} does not match')
         state = torch.load(self.path, map_location='cpu', weights_only=True)
-        if not 0 <= state['step'] <= n_steps: raise ValueError('step is wrong')
-        check_same(state['marks'], self.marks, self.path)
-        for name, p in self.weights.items():
-            if state['weights'][name].shape != p.shape: raise ValueError(f'the shape of {name} is wrong')
-            p.copy_(state['weights'][name])
+        self._check(state, n_steps)
+        for name, p in self.weights.items(): p.copy_(state['weights'][name])
         self.optimizer.load_state_dict(state['optimizer'])
         torch.set_rng_state(state['rng'])
         if torch.cuda.is_available() and state['cuda_rng']: torch.cuda.set_rng_state_all(state['cuda_rng'])
@@ -175,6 +172,13 @@ def restore(self: TrainingState, n_steps: int) -> int:
         raise LanguageModelError(f'{self.path}: not the state of a fine-tuning run, or damaged ({reason_of(e)}); '
                                  'remove it to start again') from None
     return state['step']
+
+@patch
+def _check(self: TrainingState, state: dict, n_steps: int) -> None:
+    if not 0 <= state['step'] <= n_steps: raise ValueError('step is wrong')
+    check_same(state['marks'], self.marks, self.path)
+    for name, p in self.weights.items():
+        if state['weights'][name].shape != p.shape: raise ValueError(f'the shape of {name} is wrong')
 
 # %% ../../nbs/lm/04_finetune.ipynb #c023
 def _add_lora(model, rank: int):

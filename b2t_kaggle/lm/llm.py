@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core.files import format_size
 from ..core.messages import printable
-from ..core.reading import MAX_LAYERS, MAX_YAML_BYTES, is_finite_number, parse_json, read_text
+from ..core.reading import MAX_LAYERS, MAX_YAML_BYTES, is_finite_number, named, parse_json, read_text
 
 # %% ../../nbs/lm/01_llm.ipynb #c006
 class LanguageModelError(RuntimeError):
@@ -55,8 +55,10 @@ def find_llm(
 def _find_base(name: str) -> str:
     "The absolute path of an existing folder or file; otherwise the name on the hub."
     path = Path(name)
-    if path.is_file() and not _is_gguf(path): raise LanguageModelError(f'{path}: expected GGUF; {ADVICE}')
-    if path.is_file(): return str(path.absolute())
+    if path.is_file():
+        with open(path, 'rb') as f: begin = f.read(4)
+        if begin != b'GGUF': raise LanguageModelError(f'{path}: expected GGUF; {ADVICE}')
+        return str(path.absolute())
     if not path.is_dir():
         if path.suffix == '.gguf': raise LanguageModelError(f'{name}: there is no such file')
         return name
@@ -67,9 +69,6 @@ def _find_base(name: str) -> str:
     if len(files) == 1: return str(files[0].absolute())
     names = ', '.join(str(f.relative_to(path)) for f in files[:3])
     raise LanguageModelError(f'{path}: found {len(files)} GGUF files ({names}), expected one; give the file')
-
-def _is_gguf(path: Path) -> bool:
-    with open(path, 'rb') as f: return f.read(4) == b'GGUF'
 
 def files_of(
     path: Path, # A file or a folder; it need not exist
@@ -98,22 +97,23 @@ def adapter_facts(
     path = folder/'adapter_config.json'
     if not path.is_file():
         raise LanguageModelError(f'{folder}: has no adapter_config.json; give the folder of an adapter')
-    try:
+    with named(path, LanguageModelError):
         facts = parse_json(read_text(path, MAX_YAML_BYTES))
-        if not isinstance(facts, dict): raise ValueError(f'found {type(facts).__name__}, expected a mapping')
-        if (kind := facts.get('peft_type')) != 'LORA':
-            raise ValueError(f'peft_type is {kind!r}, expected LORA; merge other adapters into their model')
-        for key in ('layer_replication', 'megatron_config', 'alora_invocation_tokens', 'monteclora_config'):
-            if facts.get(key): raise ValueError(f'{key} is not supported; merge the adapter into its model')
-        for key, pattern in (('r', 'rank_pattern'), ('lora_alpha', 'alpha_pattern')):
-            of_layers = facts.get(pattern) or {}
-            for n in [facts.get(key), *(of_layers.values() if isinstance(of_layers, dict) else [of_layers])]:
-                if not is_finite_number(n) or n == 0:
-                    raise ValueError(f'{key} is {n!r}, expected a number other than 0')
-                if key == 'r' and (not isinstance(n, int) or not 0 < n <= _MAX_RANK):
-                    raise ValueError(f'r is {n}, expected a whole number from 1 to {_MAX_RANK}')
-    except (OSError, ValueError) as e: raise LanguageModelError(printable(f'{path}: {e}')) from None
+        _check_lora(facts)
     return facts
+
+def _check_lora(facts: Any) -> None:
+    if not isinstance(facts, dict): raise ValueError(f'found {type(facts).__name__}, expected a mapping')
+    if (kind := facts.get('peft_type')) != 'LORA':
+        raise ValueError(f'peft_type is {kind!r}, expected LORA; merge other adapters into their model')
+    for key in ('layer_replication', 'megatron_config', 'alora_invocation_tokens', 'monteclora_config'):
+        if facts.get(key): raise ValueError(f'{key} is not supported; merge the adapter into its model')
+    for key, pattern in (('r', 'rank_pattern'), ('lora_alpha', 'alpha_pattern')):
+        of_layers = facts.get(pattern) or {}
+        for n in [facts.get(key), *(of_layers.values() if isinstance(of_layers, dict) else [of_layers])]:
+            if not is_finite_number(n) or n == 0: raise ValueError(f'{key} is {n!r}, expected a number other than 0')
+            if key == 'r' and (not isinstance(n, int) or not 0 < n <= _MAX_RANK):
+                raise ValueError(f'r is {n}, expected a whole number from 1 to {_MAX_RANK}')
 
 # %% ../../nbs/lm/01_llm.ipynb #c011
 _BYTES = dict(float32=4, bfloat16=2, float16=2)
@@ -157,11 +157,11 @@ def free_memory(
     return 1024*sum(int(n) for n in re.findall(r'^(?:MemAvailable|SwapFree): *(\d+)', facts.read_text(), re.MULTILINE))
 
 def check_memory(
-    name: str,                 # Name of the model in the error
-    config,                    # Configuration of a model from transformers
-    dtype: str = 'float32',    # `float32`, `bfloat16` or `float16`
-    option: str | None = None, # `eight_bit`, `four_bit`, or None
-    device: str = 'cpu',       # Device for the weights
+    name: str,          # Name of the model in the error
+    config,             # Configuration of a model from transformers
+    dtype: str,         # `float32`, `bfloat16` or `float16`
+    option: str | None, # `eight_bit`, `four_bit`, or None
+    device: str,        # Device for the weights
 ) -> None:
     "Raise `LanguageModelError` if the weights do not fit into free memory. Quantized models always pass."
     free = free_memory(device)

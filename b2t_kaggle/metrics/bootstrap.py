@@ -19,12 +19,11 @@ from . import ErrorCounts, hundredths, percent, total, word_errors
 def bootstrap_rates(
     edits: Sequence[int],  # Edits of each trial, or differences of two systems' edits [N]
     length: Sequence[int], # Reference tokens of each trial [N]
-    n: int = 2_000,        # Number of draws of N trials
-) -> np.ndarray:           # Edits per token of each draw [n]
+) -> np.ndarray:           # Edits per token of each draw [2000]
     "Rates of resampled trials, with replacement (Bisani and Ney, 2004). Raises `ValueError` if there are no trials."
     if not len(edits): raise ValueError('found no trials, expected at least one')
     kinds, counts = np.unique(np.stack([edits, length], axis=1), axis=0, return_counts=True)
-    draws = np.random.default_rng(0).multinomial(counts.sum(), counts/counts.sum(), size=n) # [n, kinds]
+    draws = np.random.default_rng(0).multinomial(counts.sum(), counts/counts.sum(), size=2000) # [2000, kinds]
     return (draws @ kinds[:, 0])/np.maximum(1, draws @ kinds[:, 1])
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c009

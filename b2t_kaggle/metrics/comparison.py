@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.files import write_whole
-from ..core.reading import parse_json, read_text, split_lines
+from ..core.reading import named, parse_json, read_text, split_lines
 from b2t_kaggle.metrics import (
     ErrorCounts,
     bootstrap,
@@ -66,8 +66,7 @@ def read_results(path: str | Path) -> pd.DataFrame:
             problem = repr(row) if not isinstance(row, dict) else f'the field {sorted(unknown)[0]!r}'
             raise ValueError(f'{path}, line {i}: found {problem}, expected trial, {", ".join(_COLUMNS)}')
         rows.append(row)
-    try: return results_of(rows)
-    except ValueError as e: raise ValueError(f'{path}: {e}') from None
+    with named(path): return results_of(rows)
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c008
 def _facts_of(results: pd.DataFrame) -> pd.DataFrame:

@@ -95,13 +95,10 @@ def kernel_manager() -> type['AsyncKernelManager']:
     return OwnKernelManager
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c018
-def _set_variables() -> None:
-    "Set environment variables for the processes of all stages, unless they are set."
-    set_home_variables()
-    # Two processes that wait for each other by spinning halve each other's speed on shared cores
-    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # No start-up messages of TensorFlow
-    os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets
+_VARIABLES = dict( # For the processes of all stages
+    OMP_WAIT_POLICY='PASSIVE', # Two processes that wait for each other by spinning halve each other's speed
+    TF_CPP_MIN_LOG_LEVEL='2',  # No start-up messages of TensorFlow
+    PYTHONWARNINGS='ignore:IProgress not found') # tqdm's, of widgets
 
 def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     "Exception to raise if papermill failed."
@@ -132,7 +129,8 @@ def execute(run: Run, name: str) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     # papermill writes in place, but a variant shares the file (`stamps.branch`), whose number may have been different
     for path in out.parent.glob(f'[0-9]*_{name}.ipynb'): path.unlink()
-    _set_variables()
+    set_home_variables()
+    for key, value in _VARIABLES.items(): os.environ.setdefault(key, value)
     # papermill applies `str.format` to both paths
     paths = [str(p).replace('{', '{{').replace('}', '}}') for p in (source, out)]
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
@@ -213,8 +211,8 @@ def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection
 
 def check_stages(
     run: Run,
-    until: str | None = None,   # Last stage; None: all
-    force: Iterable[str] = (),  # Stages to repeat even if they are done
+    until: str | None,          # Last stage; None: all
+    force: Iterable[str],       # Stages to repeat even if they are done
     done: Collection[str] = (), # Stages whose results the run will take over
 ) -> set[str]:
     """Stages that have to run.

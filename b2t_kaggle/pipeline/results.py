@@ -46,7 +46,7 @@ def _is_spoken(row) -> bool: return not row.is_instruction and isinstance(row.se
 
 def as_hypotheses(index: pd.DataFrame, nbest: Sequence[Sequence[Hypothesis]], split: str, system: str | None = None,
                   model: str | None = None, decoder: str | None = None) -> Hypotheses:
-    """Write a stage's n-best lists by split, in the shared format."""
+    "N-best lists of a split in the shared format."
     hypotheses = Hypotheses()
     for i, (row, hyps) in enumerate(zip(index.itertuples(), nbest, strict=True)):
         if split == 'val' and not _is_spoken(row): continue
@@ -57,7 +57,7 @@ def as_hypotheses(index: pd.DataFrame, nbest: Sequence[Sequence[Hypothesis]], sp
     return hypotheses
 
 def write_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypothesis]]]) -> list[Path]:
-    "Write a stage's n-best lists by split, in the run's own format and the shared one."
+    "Write a stage's n-best lists by split, in the format that all systems share."
     paths = []
     for split, lists in nbest.items():
         model = _model_name(run.log_probs(split).provenance)
@@ -68,7 +68,7 @@ def write_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypo
     return paths
 
 def write_all_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[Hypothesis]]]) -> list[Path]:
-    "Write the n-best lists of a stage, by split, in the run's own format and in the shared format."
+    "Write a stage's n-best lists by split, in the run's own format and the shared one."
     for split, lists in nbest.items(): write_nbest(run.nbest_path(split, stage), lists)
     return [*(run.nbest_path(split, stage) for split in nbest), *write_lists(run, stage, nbest)]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.files import atomic_path
-from ..core.reading import ReadError, check_is_file, csv_rows
+from ..core.reading import check_is_file, csv_rows, named
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c006
 class SubmissionError(ValueError):
@@ -52,18 +52,15 @@ def _text_problem(text) -> str | None:
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c012
 def _rows(data: bytes) -> list[tuple[int, list[str]]]:
-    try: text = data.decode('utf-8')
+    try: return csv_rows(data.decode('utf-8'))
     except UnicodeDecodeError as e:
         line = data.count(b'\n', 0, e.start) + 1
-        raise SubmissionError(f'line {line}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as UTF-8') from None
-    try: return csv_rows(text)
-    except ValueError as e: raise SubmissionError(str(e)) from None
+        raise ValueError(f'line {line}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as UTF-8') from None
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c014
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
     n = check_order(expected) if isinstance(expected, pd.DataFrame) else expected
-    try: header, *rows = _rows(data) or [(1, [])]
-    except SubmissionError as e: raise SubmissionError(f'{name}: {e}') from None
+    with named(name, SubmissionError): header, *rows = _rows(data) or [(1, [])]
     problems = []
     if header[1] != ['id', 'text']:
         problems.append(f'line 1: found the header {_short(",".join(header[1]))!r}, expected \'id,text\'')
@@ -89,10 +86,8 @@ def validate_submission(
     """Check header, ids, number and order of rows, characters and encoding; returns warnings about texts.
 
     Raises `SubmissionError` with all problems."""
-    try:
-        check_is_file(path)
-        data = Path(path).read_bytes()
-    except ReadError as e: raise SubmissionError(str(e)) from None
+    check_is_file(path, SubmissionError)
+    try: data = Path(path).read_bytes()
     except OSError as e: raise SubmissionError(f'{path}: cannot be read ({e.strerror})') from None
     return _check(data, path, expected)
 

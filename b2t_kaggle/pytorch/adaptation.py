@@ -161,7 +161,7 @@ def adapt_to(
     options: InferConfig,   # Configuration group `infer`
     backend: Backend,       # The device
     label_of: LabelOf,      # Function that makes pseudo-labels
-    progress: bool = True,  # Whether to show a progress bar
+    progress: bool,         # Whether to show a progress bar
 ) -> tuple[list[np.ndarray], pd.DataFrame]:
     """Log-probabilities `[T', K]` of each trial, in the order of the store; and a table in the
     order of recording: session, block, trial, and `refused`, the reason for not learning from the

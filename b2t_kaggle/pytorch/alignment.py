@@ -80,8 +80,7 @@ def _dtw_step(carry, x, consts):
 def path_weights(log_weight: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     "Log of the weight of all paths `[B]`, and the probability that a path visits a cell `[B, N, M]`."
     B, N, M = log_weight.shape
-    K = N + M - 1
-    rows, steps = (torch.arange(size, device=log_weight.device) for size in (N, K))
+    rows, steps = (torch.arange(size, device=log_weight.device) for size in (N, N + M - 1))
     weights = _skew(log_weight, -torch.inf)
     both = torch.stack([weights, weights.flip(0, 2)], 1)
     zero = torch.zeros_like(n)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..config import Config, load_config
 from ..config.official import OFFICIAL_KEYS
 from ..core.files import atomic_path, write_whole
-from ..core.reading import SMALL_BYTES, ReadError, check_is_file
+from ..core.reading import SMALL_BYTES, check_is_file, named
 from .models import build_model
 from .models.encoder import Encoder
 from .models.gru import from_official_state
@@ -52,19 +52,13 @@ def load_file(
     """Contents of a checkpoint on the CPU. Raises `CheckpointError` if it is damaged or contains anything but tensors,
     numbers and containers."""
     path = Path(path)
-    try: check_is_file(path)
-    except ReadError as e: raise CheckpointError(str(e)) from None
+    check_is_file(path, CheckpointError)
     if not path.is_file(): raise CheckpointError(f'{path}: there is no such file')
     with open(path, 'rb') as f: head = f.read(4)
     if head == b'\x89HDF':
         raise CheckpointError(f'{path}: a checkpoint of TensorFlow; `b2t convert {path} best.pt` converts it')
     try:
-        if head == b'PK\x03\x04': # PyTorch does not compare checksums
-            with zipfile.ZipFile(path) as archive:
-                records = archive.infolist()
-                if any(r.compress_type != zipfile.ZIP_STORED for r in records): raise ValueError('a compressed record')
-                bad = archive.testzip() if any(r.CRC for r in records) else None
-                if bad: raise ValueError(f'the record {bad!r} does not match its checksum')
+        if head == b'PK\x03\x04': _check_records(path) # PyTorch does not compare checksums
         with torch.serialization.safe_globals(_SAFE):
             content = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e: raise CheckpointError(f'{path}: {_reason(e)}') from None # A pickle can raise any exception
@@ -72,6 +66,13 @@ def load_file(
         raise CheckpointError(f'{path}: contains a {type(content).__name__}, expected a dict with weights by name; '
                               'give a checkpoint of this kit or of the official one')
     return content
+
+def _check_records(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if any(r.compress_type != zipfile.ZIP_STORED for r in records): raise ValueError('a compressed record')
+        bad = archive.testzip() if any(r.CRC for r in records) else None
+        if bad: raise ValueError(f'the record {bad!r} does not match its checksum')
 
 def _reason(e: Exception) -> str:
     "Reason for not loading a file, and a remedy, without PyTorch's advice to allow any code."
@@ -102,8 +103,7 @@ def check_weights(
 def _fitting(model: nn.Module, state: Mapping[str, Tensor], path: str | Path) -> dict[str, Tensor]:
     "Weights in our form. Raises `CheckpointError` if names or shapes differ from the model's."
     check_weights(state, path)
-    try: state = from_official_state(state)
-    except ValueError as e: raise CheckpointError(f'{path}: {e}') from None
+    with named(path, CheckpointError): state = from_official_state(state)
     expected, shapes = ({name: list(w.shape) for name, w in s.items()} for s in (model.state_dict(), state))
     if wrong := misfits(expected, shapes):
         raise CheckpointError(f'{path}: the weights do not fit the configuration: {wrong}')
@@ -152,10 +152,7 @@ def load_with_facts(
     content = load_file(path)
     if 'model_state_dict' not in content:
         raise CheckpointError(f'{path}: has no model_state_dict; found {", ".join(map(str, list(content)[:6]))}')
-    args = path.with_name('args.yaml')
-    if 'config' in content: cfg = stored_config(lambda: Config.model_validate(content['config']), path)
-    elif args.is_file(): cfg = stored_config(lambda: load_config(args), path)
-    else: raise CheckpointError(f'{path}: args.yaml is missing beside it; copy the whole official checkpoint folder')
+    cfg = _config_of(content, path)
     state = content.pop('model_state_dict')
     check_weights(state, path)
     sessions = cfg.data.known_sessions
@@ -166,6 +163,12 @@ def load_with_facts(
     model = build_model(cfg.model, len(sessions), sessions)
     model.load_state_dict(state)
     return model.eval(), cfg, content
+
+def _config_of(content: dict, path: Path) -> Config:
+    args = path.with_name('args.yaml')
+    if 'config' in content: return stored_config(lambda: Config.model_validate(content['config']), path)
+    if args.is_file(): return stored_config(lambda: load_config(args), path)
+    raise CheckpointError(f'{path}: args.yaml is missing beside it; copy the whole official checkpoint folder')
 
 def load_model(
     path: str | Path,          # Trained model, as for `load_with_facts`
@@ -193,8 +196,7 @@ def load_reference(
     content = load_file(path)
     torch.manual_seed(cfg.train.seed)
     model = build_model(cfg.model, len(cfg.data.known_sessions), cfg.data.known_sessions)
-    try: part, weights = model.reference_weights(content)
-    except ValueError as e: raise CheckpointError(f'{path}: {e}') from None
+    with named(path, CheckpointError): part, weights = model.reference_weights(content)
     load_state(part, weights, path)
     return model.eval()
 

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,7 +48,6 @@ def work(
     process that fails writes the reason."""
     end_with_parent()
     job = Path(job)
-    error = job.with_name('error')
     try: options = json.loads(job.read_text())
     except FileNotFoundError:
         raise SystemExit(f'{platform.node()}: {job} does not exist; mount the disk with the folder of the run there, '
@@ -63,34 +62,36 @@ def work(
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
         raise SystemExit(130) from None # The parent process reports what was saved
     except (ValueError, RuntimeError, OSError) as e:
-        is_lost = isinstance(e, DistError) or 'gloo' in str(e)
-        if is_lost: time.sleep(2) # The failed process may still be writing its reason
-        if error.exists(): raise SystemExit(1) from None # Caused by the first error
-        reason = str(e)
-        if is_lost:
-            found = reason.split('. ')[0] # Without advice or source lines of gloo
-            reason = (f'lost another process, which was killed, or its machine ({found.partition("] ")[2] or found}); '
-                      'the last checkpoint is intact, and the same commands continue from it')
-        is_named = isinstance(e, TrainingError) or os.environ.get('GROUP_WORLD_SIZE', '1') == '1'
-        write_whole(error, reason if is_named else f'{platform.node()}: {reason}')
-        if is_lost or isinstance(e, TrainingError): raise SystemExit(1) from None # Its message is enough
+        if _write_reason(job.with_name('error'), e): raise SystemExit(1) from None
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c012
-def several_machines(
-    environ: Mapping[str, str] = os.environ, # Environment variables
-) -> bool:
-    "Whether other machines train with this one. Raises `TrainingError` if the first machine's address is missing."
-    if environ.get('PET_NNODES', '1') == '1': return False
-    if {'PET_MASTER_ADDR', 'PET_RDZV_ENDPOINT'} & set(environ): return True
-    raise TrainingError(f'PET_NNODES={environ["PET_NNODES"]} says that several machines train together; also set '
-                        'PET_MASTER_ADDR to the address of the first one')
+def _write_reason(path: Path, e: Exception) -> bool:
+    "Write why this process failed, unless another one failed before; returns whether that says all."
+    is_lost = isinstance(e, DistError) or 'gloo' in str(e)
+    if is_lost: time.sleep(2) # The failed process may still be writing its reason
+    if path.exists(): return True # Caused by the first error
+    reason = str(e)
+    if is_lost:
+        found = reason.split('. ')[0] # Without advice or source lines of gloo
+        reason = (f'lost another process, which was killed, or its machine ({found.partition("] ")[2] or found}); '
+                  'the last checkpoint is intact, and the same commands continue from it')
+    is_named = isinstance(e, TrainingError) or os.environ.get('GROUP_WORLD_SIZE', '1') == '1'
+    write_whole(path, reason if is_named else f'{platform.node()}: {reason}')
+    return is_lost or isinstance(e, TrainingError)
 
-def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = os.environ) -> str:
-    names = dict(nnodes='NNODES', master_addr='MASTER_ADDR', master_port='MASTER_PORT', rdzv_backend='RDZV_BACKEND',
-                 rdzv_endpoint='RDZV_ENDPOINT', rdzv_id='RDZV_ID')
-    options = [f'--{option}={environ[f"PET_{name}"]}' for option, name in names.items() if f'PET_{name}' in environ]
+# %% ../../nbs/pytorch/13_launch.ipynb #c012
+def several_machines() -> bool:
+    "Whether other machines train with this one. Raises `TrainingError` if the first machine's address is missing."
+    n = os.environ.get('PET_NNODES', '1')
+    if n == '1': return False
+    if {'PET_MASTER_ADDR', 'PET_RDZV_ENDPOINT'} & set(os.environ): return True
+    raise TrainingError(f'PET_NNODES={n} says that several machines train together; also set PET_MASTER_ADDR to the '
+                        'address of the first one')
+
+def _line_for_others(n_processes: int, job: Path) -> str:
+    names = 'nnodes master_addr master_port rdzv_backend rdzv_endpoint rdzv_id'.split()
+    options = [f'--{name}={value}' for name in names if (value := os.environ.get(f'PET_{name.upper()}')) is not None]
     return (f'torchrun {" ".join(options)} --node_rank=1 --nproc_per_node={n_processes} '
             f'-m b2t_kaggle.pytorch.launch {job}')
 

@@ -229,11 +229,6 @@ def permute(
     return _Permute.apply(x, rows, inverse)
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c034
-def _step_dtype(w_hh: Tensor, dtype: torch.dtype) -> torch.dtype:
-    "Precision of a step's product: autocast's, unless the matrix is so small that converting the state costs more."
-    wide = torch.promote_types(dtype, torch.float32)
-    return wide if w_hh.shape[1] < 256 else autocast_dtype(wide)
-
 def _run_steps(gates: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor, counts: list[int],
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     "r, z and n side by side `[N, 3H]`, q `[N, H]`, and the states `[B + N, H]`, initial states first."
@@ -279,7 +274,8 @@ class _PackedRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gates, h0, w_hh, b_hh, counts, previous):
         ctx.in_dtype = gates.dtype
-        ctx.dtype = _step_dtype(w_hh, gates.dtype)
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        ctx.dtype = wide if w_hh.shape[1] < 256 else autocast_dtype(wide) # Converting a small state costs more
         ctx.counts = counts
         with torch.autocast('cpu', enabled=False):
             gates, q, h = _run_steps(gates, h0, w_hh, b_hh, counts, ctx.dtype)

@@ -39,8 +39,6 @@ class LLMFusion:
         capitals: bool = True,   # Whether words may begin with a capital letter
         end: bool = False,       # Whether to score the end of the sentence (`eos_token`)
     ):
-        if not 0 < weight < np.inf: raise ValueError(f'weight is {weight}; expected a positive number')
-        if not every >= 1: raise ValueError(f'every is {every}; expected at least one frame')
         self.model = model.get_base_model() if hasattr(model, 'get_base_model') else model
         self.tokenizer = tokenizer
         self.weight = float(weight)
@@ -50,15 +48,7 @@ class LLMFusion:
         self.end_token = tokenizer.eos_token_id if end else None
         self._lock = threading.Lock()
         self._forms: _FormTokens | None = None
-        name = type(self.model).__name__
-        can = capabilities(self.model)
-        if not (can.tree_attention and can.separate_head):
-            missing = 'transforms its logits after the head' if can.tree_attention else 'cannot compute prefix trees'
-            raise LanguageModelError(f'{name} {missing}; use another model in the beam, such as OPT, GPT-2, Llama or '
-                                     'Qwen, or use this one for rescore.llm')
-        if not self.start or (end and self.end_token is None):
-            raise LanguageModelError(f'the tokenizer of {name} has no start or end token; set bos_token '
-                                     'and eos_token')
+        self._check(end)
 
     def begin(self,
         words: list[str], # The lexicon's words
@@ -68,6 +58,18 @@ class LLMFusion:
         if forms is None or forms.words is not words:
             self._forms = forms = _FormTokens(self.tokenizer, words, self.capitals)
         return LLMTrial(self.model, self.start, forms, self.end_token, self._lock)
+
+    def _check(self, end: bool) -> None:
+        if not 0 < self.weight < np.inf: raise ValueError(f'weight is {self.weight:g}; expected a positive number')
+        if not self.every >= 1: raise ValueError(f'every is {self.every}; expected at least one frame')
+        name, can = type(self.model).__name__, capabilities(self.model)
+        if not (can.tree_attention and can.separate_head):
+            missing = 'transforms its logits after the head' if can.tree_attention else 'cannot compute prefix trees'
+            raise LanguageModelError(f'{name} {missing}; use another model in the beam, such as OPT, GPT-2, Llama or '
+                                     'Qwen, or use this one for rescore.llm')
+        if not self.start or (end and self.end_token is None):
+            raise LanguageModelError(f'the tokenizer of {name} has no start or end token; set bos_token '
+                                     'and eos_token')
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c011
 class LLMTrial:

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from b2t_kaggle.core.files import write_whole
-from b2t_kaggle.core.reading import ReadError, csv_rows, is_finite_number, parse_json, read_text, split_lines
-from b2t_kaggle.decoding.nbest import posteriors
-from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.rescoring.combine import minimum_bayes_risk
-
+from ..core.files import write_whole
+from ..core.reading import ReadError, csv_rows, is_finite_number, named, parse_json, read_text, split_lines
+from ..decoding.nbest import posteriors
+from ..phonemes import normalize_sentence
+from .combine import minimum_bayes_risk
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c005
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class Hypotheses:
     "Trials and the sentences proposed for them, in the order of reading."
     trials: dict[str, Trial] = field(default_factory=dict)
     entries: dict[str, list[Entry]] = field(default_factory=dict)
+    sources: dict[tuple, set[str]] = field(default_factory=dict) # Of each voter, from `read_sources_together`
 
     def add(self,
         trial: Trial, # Facts to merge with those from earlier calls
@@ -212,11 +212,13 @@ def read_sources_together(
     as models of one system, each named after its source. Raises the errors of `read_hypotheses`."""
     by_source = [(source, read_hypotheses(path)) for source, path in files]
     owners = Counter(voter for source, read in by_source if source in runs for voter in read.voters)
-    if all(n == 1 for n in owners.values()): return read_hypotheses(*(path for _, path in files)) # Errors name lines
     together = Hypotheses()
     for source, read in by_source:
-        def named(e): return replace(e, system=voter_name(e.voter[:2]), model=source) if owners[e.voter] > 1 else e
-        for name, trial in read.trials.items(): together.add(trial, [named(e) for e in read.entries[name]])
+        def renamed(e): return replace(e, system=voter_name(e.voter[:2]), model=source) if owners[e.voter] > 1 else e
+        with named(source):
+            for name, trial in read.trials.items(): together.add(trial, map(renamed, read.entries[name]))
+        for e in {e.voter: e for entries in read.entries.values() for e in entries}.values():
+            together.sources.setdefault(renamed(e).voter, set()).add(source)
     return together
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c021
@@ -294,4 +296,4 @@ def with_corpora(
     "Add the corpus of each trial whose session and block are known."
     def corpus(t): return t.corpus or blocks.get((t.session or '', -1 if t.block is None else t.block))
     trials = {name: replace(t, corpus=corpus(t)) for name, t in hypotheses.trials.items()}
-    return Hypotheses(trials, hypotheses.entries)
+    return replace(hypotheses, trials=trials)

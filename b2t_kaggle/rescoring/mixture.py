@@ -20,15 +20,15 @@ import pandas as pd
 from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
 
-from b2t_kaggle.config import RescoreConfig
-from b2t_kaggle.core.files import write_whole
-from b2t_kaggle.core.messages import tqdm
-from b2t_kaggle.core.reading import parse_json, read_text
-from b2t_kaggle.decoding.nbest import Hypothesis, LLMHypothesis
-from b2t_kaggle.lm.automaton import Automaton
-from b2t_kaggle.lm.ngram import NGram
-from b2t_kaggle.metrics import word_errors
-from b2t_kaggle.training.budget import in_time
+from ..config import RescoreConfig
+from ..core.files import write_whole
+from ..core.messages import tqdm
+from ..core.reading import parse_json, read_text
+from ..decoding.nbest import Hypothesis, LLMHypothesis
+from ..lm.automaton import Automaton
+from ..lm.ngram import NGram
+from ..metrics import word_errors
+from ..training.budget import in_time
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c006
 def _swaps(a: list[str], b: list[str]) -> Iterator[str]:

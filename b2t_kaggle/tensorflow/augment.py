@@ -34,8 +34,7 @@ def add_noise(x: tf.Tensor, cfg: AugmentConfig, seeds: tf.Tensor) -> tf.Tensor:
 def cut_start(x: tf.Tensor, cut: tf.Tensor | int, max_cut: int) -> tf.Tensor:
     "Bins from index `cut`, then zeros, `[B, T, F]`."
     if not max_cut: return x
-    padded = tf.pad(x, [[0, 0], [0, max_cut], [0, 0]])
-    return tf.gather(padded, cut + tf.range(x.shape[1]), axis=1)
+    return tf.gather(tf.pad(x, [[0, 0], [0, max_cut], [0, 0]]), cut + tf.range(x.shape[1]), axis=1)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c015
 def mask_places(u: tf.Tensor, v: tf.Tensor, n_bins: tf.Tensor, max_part: float) -> tuple[tf.Tensor, tf.Tensor]:

@@ -47,8 +47,7 @@ def trial_bits(n: int, seeds: tf.Tensor, site: int) -> tf.Tensor:
 
 def trial_random(kind: str, shape: tuple[int, ...], seeds: tf.Tensor, site: int) -> tf.Tensor:
     "Random numbers of each trial from its seed `[B, 2]`, float32 `[B, *shape]`: `normal`, or `uniform` within (0, 1)."
-    bits = trial_bits(math.prod(shape), seeds, site)
-    top_23_bits = tf.bitwise.right_shift(bits, tf.constant(9, tf.uint32))
+    top_23_bits = tf.bitwise.right_shift(trial_bits(math.prod(shape), seeds, site), tf.constant(9, tf.uint32))
     u = (tf.cast(top_23_bits, tf.float32) + 0.5) * 2**-23  # exact, never 0 or 1
     if kind == 'normal': u = math.sqrt(2) * tf.math.erfinv(2*u - 1)
     return tf.reshape(u, [-1, *shape])

@@ -68,8 +68,7 @@ class Trainer(interface.Trainer):
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
         on_host = self.backend.on_host
         def fetch(): return {k: on_host(v) for k, v in losses.items()} | dict(grad_norm=on_host(norm)[0])
-        is_scaled = self.scaler is not None
-        result = StepResult(self.step, self.loader.trials(self.step), numbers['rates'], fetch, is_scaled)
+        result = StepResult(self.step, self.loader.trials(self.step), numbers['rates'], fetch, self.scaler is not None)
         if self.sync_every == 1: self.check_finite(result)
         self.step += 1
         return result

@@ -91,12 +91,11 @@ _Part = TypeVar('_Part')
 def in_time(
     parts: Iterable[_Part],    # Parts of the work; producing or processing one takes time
     left: Callable[[], float], # Seconds that are left
-    reserve: Callable[[], float] = lambda: 0., # Seconds that must be left afterwards
 ) -> Iterator[_Part]:
     "Yield parts while there is time for another one that takes as long as the previous one."
     parts = iter(parts)
     seconds = 0.
-    while left() > seconds + reserve():
+    while left() > seconds:
         start = time.monotonic()
         try: part = next(parts)
         except StopIteration: return

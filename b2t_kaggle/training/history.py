@@ -57,8 +57,7 @@ class BestTracker:
 
     def has_converged(self, cfg: TrainConfig) -> str | None:
         "Reason to stop before the last batch, by `early_stopping`; None without one."
-        converged = cfg.early_stopping and self.bad_evals >= cfg.early_stopping_val_steps
-        return 'early stopping' if converged else None
+        return 'early stopping' if cfg.early_stopping and self.bad_evals >= cfg.early_stopping_val_steps else None
 
 # %% ../../nbs/training/03_history.ipynb #c011
 _COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Columns of every history

@@ -8,6 +8,7 @@ __all__ = ['Loop', 'is_oom', 'raise_if_oom', 'fit']
 # %% ../../nbs/training/10_loop.ipynb #c002
 import platform
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def raise_if_oom(
     if trainer is None:
         part = 'the model and its optimiser do'
         advice = f'Lower {" or ".join(f"model.{name}" for name in cfg.model.size_fields) or "the size of the model"}'
-    elif trainer.current == 'validating':
+    elif any(frame.name == 'validate' for frame in traceback.extract_tb(error.__traceback__)):
         part = f'batch {trainer.step}: the validation does'
         advice = f'Lower data.eval_batch_size, now {cfg.data.eval_batch_size}'
     else: part = f'batch {trainer.step} does'
@@ -239,9 +240,8 @@ def fit(
     progress: bool = True,         # Show a progress bar
 ) -> dict:
     """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model `val_per`,
-    `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of steps skipped
-    after a gradient overflow; with a refit `refit_from`, the batches before it, after which these
-    metrics were measured. Raises
+    `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of steps skipped after a gradient
+    overflow; with a refit `refit_from`, the batches before it, after which these metrics were measured. Raises
     `TrainingError`, or `WriteError` if the disk is full."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)

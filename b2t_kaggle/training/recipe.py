@@ -32,10 +32,6 @@ def lr_factor(
     done = (step - warmup) / max(1, decay - warmup)
     return final + (1 - final) * (0.5 * (1 + math.cos(math.pi * done)) if shape == 'cosine' else 1 - done)
 
-def _decayed(step: int, decay: int, cfg: TrainConfig) -> float:
-    if cfg.lr_scheduler_type == 'eden': return 1 / math.sqrt(1 + (step / cfg.lr_eden_batches)**2)
-    return cfg.lr_step_factor if step >= round(cfg.lr_step_at * decay) else 1.
-
 def _learning_rate(step: int, cfg: TrainConfig, suffix: str) -> float:
     peak = getattr(cfg, f'lr_max{suffix}')
     final = getattr(cfg, f'lr_min{suffix}')
@@ -44,7 +40,9 @@ def _learning_rate(step: int, cfg: TrainConfig, suffix: str) -> float:
     if cfg.lr_scheduler_type in ('cosine', 'linear'):
         return peak * lr_factor(step, warmup, decay, final / peak, cfg.lr_scheduler_type)
     warmed = step / warmup if step < warmup else 1.
-    return peak * warmed * _decayed(step, decay, cfg)
+    if cfg.lr_scheduler_type == 'eden': decayed = 1 / math.sqrt(1 + (step / cfg.lr_eden_batches)**2)
+    else: decayed = cfg.lr_step_factor if step >= round(cfg.lr_step_at * decay) else 1.
+    return peak * warmed * decayed
 
 def learning_rates(step: int, cfg: TrainConfig) -> dict[str, float]:
     "Learning rates of a step: `model` and `day`."

@@ -12,7 +12,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -57,8 +57,7 @@ class TensorBoardTracker:
         folder = run.folder/'tensorboard'
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads a run's files in the order of their names
-        path = folder/f'events.out.tfevents.{time.time():.6f}.{os.getpid()}'
-        self.writer = RecordWriter(path.open('ab'))
+        self.writer = RecordWriter((folder/f'events.out.tfevents.{time.time():.6f}.{os.getpid()}').open('ab'))
         self._write(file_version='brain.Event:2')
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(step=run.step + 1 if run.step else 0, session_log=start)
@@ -74,9 +73,9 @@ class TensorBoardTracker:
     def finish(self, succeeded): self.writer.close()
 
 # %% ../../nbs/training/09_trackers.ipynb #c012
-def _wandb_mode(environ: Mapping[str, str] = os.environ) -> str:
-    on_kaggle = 'KAGGLE_KERNEL_RUN_TYPE' in environ and 'WANDB_API_KEY' not in environ
-    return environ.get('WANDB_MODE') or ('offline' if on_kaggle else 'online')
+def _wandb_mode() -> str:
+    on_kaggle = 'KAGGLE_KERNEL_RUN_TYPE' in os.environ and 'WANDB_API_KEY' not in os.environ
+    return os.environ.get('WANDB_MODE') or ('offline' if on_kaggle else 'online')
 
 class WandbTracker:
     "A run of Weights & Biases, with `batch` as the axis of its curves."
@@ -187,15 +186,13 @@ def _cut_torn_line(path: str) -> None:
 # %% ../../nbs/training/09_trackers.ipynb #c025
 TRIAL_VARIABLE = 'B2T_TRIAL' # JSON: `storage`, as for `open_storage`; `study`; `number` of the sweep point; `startup`
 
-def callback_from_env(
-    environ: Mapping[str, str] = os.environ, # Environment variables
-) -> Callable[[int, float], bool] | None:
+def callback_from_env() -> Callable[[int, float], bool] | None:
     """Callback of the sweep point that this process trains; None if it trains no sweep point. It
     reports a validation's batch and PER to Optuna and returns whether the point is pruned, which
     the study records. If the study cannot
     be reached, it prints a line and the training continues."""
-    if TRIAL_VARIABLE not in environ: return None
-    point = json.loads(environ[TRIAL_VARIABLE])
+    if TRIAL_VARIABLE not in os.environ: return None
+    point = json.loads(os.environ[TRIAL_VARIABLE])
 
     @cache
     def study():

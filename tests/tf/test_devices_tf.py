@@ -55,31 +55,31 @@ def simulate_tpu(monkeypatch, cores, environ, replicas=None, **failures):
     return calls
 
 
-def test_no_tpu_really_fails(capsys):
+def test_no_tpu_really_fails(monkeypatch, capsys):
+    monkeypatch.setenv('TPU_NAME', 'local')
     with pytest.raises(DeviceError, match="accelerator tpu: tensorflow.* has no kernels for a TPU; use PyTorch") as e:
-        create_tpu_strategy('local', 'tpu')
+        create_tpu_strategy('tpu')
     cause = e.value.__cause__.__cause__.__cause__
     assert isinstance(cause, tf.errors.NotFoundError)  # only initialize_tpu_system detects it
-    strategy = create_tpu_strategy('local')
+    strategy = create_tpu_strategy()
     assert strategy is tf.distribute.get_strategy() and strategy.num_replicas_in_sync == 1
     out = capsys.readouterr().out
-    assert 'variables: none' in out and '1 replica: cpu' in out and 'the TPU is not used: tensorflow' in out
+    assert 'variables: TPU_NAME=local' in out and '1 replica: cpu' in out and 'the TPU is not used: tensorflow' in out
+    monkeypatch.delenv('TPU_NAME')
     with pytest.raises(DeviceError, match='no TPU here'): pick_tensorflow('tpu')
 
 
-@pytest.mark.parametrize('environ, given, address', [
-    (KAGGLE, None, 'local'),
-    ({'TPU_WORKER_ID': '0'}, None, 'local'),
-    ({'TPU_NAME': 'local'}, None, 'local'),
-    ({'TPU_NAME': 'mine'}, None, 'mine'),
-    ({}, 'local', 'local'),
-    (KAGGLE, 'mine', 'mine'),
+@pytest.mark.parametrize('environ, address', [
+    (KAGGLE, 'local'),
+    ({'TPU_WORKER_ID': '0'}, 'local'),
+    ({'TPU_NAME': 'local'}, 'local'),
+    ({'TPU_NAME': 'mine'}, 'mine'),
 ])
 @pytest.mark.parametrize('accelerator', ['auto', 'tpu'])
-def test_finds_a_tpu(environ, given, address, accelerator, monkeypatch, capsys):
+def test_finds_a_tpu(environ, address, accelerator, monkeypatch, capsys):
     calls = simulate_tpu(monkeypatch, 8, environ)
-    device = pick_tensorflow(accelerator, address=given)
-    strategy = create_tpu_strategy(given, accelerator)
+    device = pick_tensorflow(accelerator)
+    strategy = create_tpu_strategy(accelerator)
     assert (device.kind, device.n_devices, device.precision, strategy.num_replicas_in_sync) == ('tpu', 8, 'bfloat16', 8)
     once = [('resolve', address), ('connect', 'resolver'), ('initialize', 'resolver')]
     assert calls == once + [('strategy', 'resolver')]
@@ -264,13 +264,13 @@ def test_mixed_precision_follows_the_device(monkeypatch):
     import keras
     before = keras.mixed_precision.global_policy()
     try:
-        for kind, precision, disable, policy in [
-            ('tpu', 'bfloat16', False, 'mixed_bfloat16'),
-            ('tpu', 'bfloat16', True, 'float32'),
-            ('cuda', 'float16', False, 'mixed_float16'),
-            ('cpu', 'float32', False, 'float32'),
+        for kind, precision, policy in [
+            ('tpu', 'bfloat16', 'mixed_bfloat16'),
+            ('tpu', 'float32', 'float32'),
+            ('cuda', 'float16', 'mixed_float16'),
+            ('cpu', 'float32', 'float32'),
         ]:
-            configured = configure_mixed_precision(Device(kind, '', precision, ''), disable)
+            configured = configure_mixed_precision(Device(kind, '', precision, ''))
             assert configured == policy == keras.mixed_precision.global_policy().name
         assert configure_mixed_precision() == configure_mixed_precision('auto') == 'float32'  # on a CPU
         monkeypatch.setattr(devices, 'pick_tensorflow', lambda: Device('cuda', '', 'bfloat16', ''))
@@ -278,6 +278,6 @@ def test_mixed_precision_follows_the_device(monkeypatch):
             assert configure_mixed_precision(device) == 'mixed_bfloat16'
             assert tf.config.experimental.tensor_float_32_execution_enabled()
         monkeypatch.setattr(devices, 'pick_tensorflow', lambda: pytest.fail('started an accelerator'))
-        assert configure_mixed_precision(disable=True) == 'float32'
+        assert configure_mixed_precision('float32') == 'float32'
         assert not tf.config.experimental.tensor_float_32_execution_enabled()
     finally: configure_mixed_precision('bfloat16' if before.name == 'mixed_bfloat16' else 'float32')

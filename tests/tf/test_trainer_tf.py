@@ -286,11 +286,11 @@ def test_a_full_memory_is_explained(stores):
     "From TensorFlow's own error."
     t = new_trainer(stores, accumulate=2)
     device = t.backend.device.name
-    with pytest.raises(tf.errors.ResourceExhaustedError) as full: tf.ones([2**44])
-    t.current = t.loader.batch(0)
+    t.metrics = lambda: tf.ones([2**44])
+    with pytest.raises(tf.errors.ResourceExhaustedError) as full: t.metrics()
     advice = r'batch 0 does not fit .* Lower data.batch_size, or raise train.accumulate'
     with pytest.raises(TrainingError, match=advice): raise_if_oom(full.value, device, t.cfg, t)
-    t.current = 'validating'
+    with pytest.raises(tf.errors.ResourceExhaustedError) as full: t.validate()
     with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
         raise_if_oom(full.value, device, t.cfg, t)
     raise_if_oom(RuntimeError('something else'), device, t.cfg, t)   # does not raise

@@ -116,7 +116,6 @@ def decode_lists(
     model: ConfusionModel,   # Result of `fit_confusions`
     beam: int = _BEAM,       # Hypotheses kept per frame
     nbest: int = _NBEST,     # Sentences per trial
-    n_jobs: int = 0,         # Number of threads; 0 means one per core
     progress: bool = False,  # Whether to show a progress bar
     *,
     llm: TextScores | None = None, # LLM that reranks the sentences
@@ -125,7 +124,7 @@ def decode_lists(
     if llm is not None and model.ranking is None:
         raise ValueError('the confusions have no weight for an LLM; fit them with the LLM')
     decoder = _decoder(lexicon, lm, model, beam, nbest)
-    nbests = decoder.decode_all([list_frames(x, model) for x in lists], n_jobs, progress)
+    nbests = decoder.decode_all([list_frames(x, model) for x in lists], progress=progress)
     if llm is not None and model.ranking is not None:
         return _ranked(nbests, model.ranking, llm, lm, random_trials(lists, _best_texts(nbests), lm))
     return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in nbests]
@@ -208,11 +207,6 @@ def _fit_classes(trials: Sequence[_Labelled], penalty: float, start: ConfusionMo
 
 def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(n) % n_folds
-
-def _sentence_folds(lists: Sequence[PhonemeList], n_folds: int, seed: int) -> np.ndarray:
-    "Fold of each trial [n]; trials with equal sentences share a fold."
-    number = {s: i for i, s in enumerate(dict.fromkeys(x.sentence for x in lists))}
-    return _folds(len(number), n_folds, seed)[[number[x.sentence] for x in lists]]
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c019
 _MOST_SPELLINGS = 4
@@ -297,7 +291,8 @@ def fit_confusions(
     numbers, with_candidates = list(candidates), list(candidates.values())
     model = final.changed(_change_for_words(with_candidates, final, change_penalty))
     if llm is None: return model
-    fold = _sentence_folds(lists, n_folds, seed)
+    number = {s: i for i, s in enumerate(dict.fromkeys(x.sentence for x in lists))} # Equal sentences share a fold
+    fold = _folds(len(number), n_folds, seed)[[number[x.sentence] for x in lists]]
     nbests = _held_out(with_candidates, fold[numbers], final, change_penalty, lexicon, lm, n_candidates)
     random = random_trials([lists[i] for i in numbers], _best_texts(nbests), lm)
     return replace(model, ranking=_fit_ranking(nbests, [lists[i].sentence for i in numbers], llm, lm, random))

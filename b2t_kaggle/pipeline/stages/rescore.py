@@ -26,6 +26,25 @@ def _score(run, nbest, scored, time_left) -> dict[str, dict]:
         return score_nbest(augmented, model, tokenizer, end=cfg.end or bool(cfg.llm_prompt), progress=False)
     return score_in_time(nbest, score, time_left, scored)
 
+def _scored(run, nbest, progress) -> tuple[dict[str, dict], str]:
+    "`_score` after the lists of an earlier execution, and the LLM's error; says which trials lack scores."
+    from b2t_kaggle.decoding.nbest import read_nbest
+    scored = {split: {i: hyps for i, hyps in enumerate(read_nbest(run.dir/f'scored_{split}.jsonl')) if hyps}
+              if split in progress.pending else {} for split in nbest}
+    error = ''
+    try: scored = _score(run, nbest, scored, progress.time_left)
+    except Exception as e: # The search's sentences can be submitted
+        error = f'{type(e).__name__}: {printable(e)}'
+        print(f'The LLM failed ({error}), so trials keep the order of the search; run it again to rescore them',
+              file=sys.stderr)
+    for split, lists in nbest.items():
+        print(f'{split}: {sum(map(len, lists))} hypotheses of {len(lists)} trials, '
+              f'{sum(map(len, scored[split].values()))} sentences for the LLM')
+        if len(scored[split]) < len(lists) and not error:
+            print(f'{split}: {len(lists) - len(scored[split])} trials keep the order of the search, because the '
+                  'session ends; run it again to rescore them')
+    return scored, error
+
 def _rank(cfg, nbest, scored, references) -> tuple:
     from b2t_kaggle.rescoring.mixture import configured_weights, cross_validate, rank_in_time, tune
     configured = configured_weights(cfg)
@@ -58,28 +77,13 @@ class Rescore(Stage):
     def check(self, cfg, kind): check_llm(cfg, 'rescore')
 
     def run(self, run, progress):
-        from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
+        from b2t_kaggle.decoding.nbest import write_nbest
         from b2t_kaggle.pipeline.decoder import open_decoder, write_words
         from b2t_kaggle.pipeline.results import participant_rates, spoken_trials, write_all_lists
         from b2t_kaggle.rescoring.mixture import write_weights
         nbest = run.lists_for(self.name)
-        scored = {split: {} for split in nbest}
-        for split in nbest:
-            if split not in progress.pending: continue
-            scored[split] = {i: hyps for i, hyps in enumerate(read_nbest(run.dir/f'scored_{split}.jsonl')) if hyps}
-        error = ''
-        try: scored = _score(run, nbest, scored, progress.time_left)
-        except Exception as e: # The search's sentences can be submitted
-            error = f'{type(e).__name__}: {printable(e)}'
-            print(f'The LLM failed ({error}), so trials keep the order of the search; run it again to rescore them',
-                  file=sys.stderr)
+        scored, error = _scored(run, nbest, progress)
         left = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
-        for split, lists in nbest.items():
-            print(f'{split}: {sum(map(len, lists))} hypotheses of {len(lists)} trials, '
-                  f'{sum(map(len, scored[split].values()))} sentences for the LLM')
-            if left[split] and not error:
-                print(f'{split}: {len(left[split])} trials keep the order of the search, because the session ends; run '
-                      'it again to rescore them')
         spoken = spoken_trials(run)
         references = dict(zip(spoken.index, spoken.sentence))
         rescored, weights, tuned = _rank(run.cfg.rescore, nbest, scored, references)

@@ -83,7 +83,7 @@ def initial_dt_bias(shape: tuple[int, ...], least: float, greatest: float) -> Te
     return dt + torch.log(-torch.expm1(-dt))
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c010
-def by_direction(x: Tensor, inside: Tensor | None = None) -> Tensor:
+def by_direction(x: Tensor, inside: Tensor | None) -> Tensor:
     "Frames `[B, T', G, C]` in each direction's reading order `[G, B, T', C]`, zero in the padding."
     if x.shape[2] == 1: return x.movedim(2, 0)
     sequences = torch.stack([x[:, :, 0], x[:, :, 1].flip(1)])

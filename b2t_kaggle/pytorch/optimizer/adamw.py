@@ -23,8 +23,7 @@ def new_state(
     "Initial state by parameter: `exp_avg`, `exp_avg_sq`, and `step` `[1]`, or `[D]` for days."
     state = {}
     for name, p in model.named_parameters():
-        n_steps = len(p) if model.is_per_day(name) else 1
-        steps = torch.zeros(n_steps, device=p.device)
+        steps = torch.zeros(len(p) if model.is_per_day(name) else 1, device=p.device)
         state[name] = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), step=steps)
     return state
 

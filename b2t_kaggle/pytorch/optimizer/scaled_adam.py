@@ -135,8 +135,7 @@ def _size_step(p: Tensor, g: Tensor, state: State, group: dict) -> tuple[Tensor,
     c = torch.where(rms < group['param_min_rms'], 0., c).clamp(-0.1, 0.1)
     c = torch.minimum(c, (group['param_max_rms'] - rms) / rms)
     w = torch.where(ends, w, state['size_exp_avg_sq'])
-    new = dict(rms=rms, overlap=overlap, overlap_sq=overlap_sq, size_exp_avg_sq=w)
-    return torch.where(ends, c, 0.), new
+    return torch.where(ends, c, 0.), dict(rms=rms, overlap=overlap, overlap_sq=overlap_sq, size_exp_avg_sq=w)
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c019
 def _take_step(p: Tensor, g: Tensor, state: State, group: dict, active: Tensor | None = None) -> Tensor:

@@ -143,6 +143,17 @@ class Encoder(NamedModel):
     def freeze(self) -> None:
         "Freeze the variables of parts that the configuration freezes."
 
+    def add_day_layer(self) -> None:
+        "Add an affine map for each day, initially the identity: `day_weights` `[D, F, F]`, `day_biases` `[D, 1, F]`."
+        D, F = self.n_days, self.cfg.neural_dim
+        def identity(shape, dtype): return tf.eye(F, batch_shape=[D], dtype=dtype)
+        self.day_weights = self.add_weight((D, F, F), initializer=identity, name='day_weights')
+        self.day_biases = self.add_weight((D, 1, F), initializer='zeros', name='day_biases')
+
+    def day_layer(self, x: tf.Tensor, day_idx: tf.Tensor) -> tf.Tensor:
+        "Features through their day's map `[B, T, F]`, in the type of the products."
+        return day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)
+
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c025
 class Frontend(Encoder):
     "Base class of recurrent encoders, with their first layers in `frames`."
@@ -150,10 +161,7 @@ class Frontend(Encoder):
 
     def __init__(self, cfg: PatchedConfig, n_days: int):
         super().__init__(cfg, n_days)
-        F = cfg.neural_dim
-        def identity(shape, dtype): return tf.eye(F, batch_shape=[n_days], dtype=dtype)
-        self.day_weights = self.add_weight((n_days, F, F), initializer=identity, name='day_weights')
-        self.day_biases = self.add_weight((n_days, 1, F), initializer='zeros', name='day_biases')
+        self.add_day_layer()
 
     @property
     def frame_dim(self) -> int:
@@ -170,7 +178,7 @@ class Frontend(Encoder):
         Raises `ValueError` from `check_batch` and `dropout`."""
         cfg = self.cfg
         day_idx = check_batch(x, day_idx, cfg)
-        x = day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)
+        x = self.day_layer(x, day_idx)
         x = tf.cast(tf.nn.softsign(tf.cast(x, tf.float32)), x.dtype)  # GPUs lack it in bfloat16
         if training: x = dropout(x, cfg.input_dropout, seeds, site=100)
         return sliced_windows(x, cfg.patch_size, cfg.patch_stride) if cfg.patch_size else x

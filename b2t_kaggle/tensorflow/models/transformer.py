@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...config.encoders.transformer import TransformerConfig
-from ..layers import day_affine, dropout, keras, pick_days, tf, trial_random
+from ..layers import dropout, keras, pick_days, tf, trial_random
 from .encoder import Encoder
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c006
@@ -144,11 +144,7 @@ class Transformer(Encoder):
 
     def __init__(self, cfg: TransformerConfig, n_days: int):
         super().__init__(cfg, n_days)
-        F = cfg.neural_dim
-        if cfg.day_layer:
-            def identity(shape, dtype): return tf.eye(F, batch_shape=[n_days], dtype=dtype)
-            self.day_weights = self.add_weight((n_days, F, F), initializer=identity, name='day_weights')
-            self.day_biases = self.add_weight((n_days, 1, F), initializer='zeros', name='day_biases')
+        if cfg.day_layer: self.add_day_layer()
         self.embedding = PatchEmbedding(cfg)
         self.positions = RelativePositions(cfg)
         self.blocks = [Block(cfg, site=300 + 10*i) for i in range(cfg.n_layers)]
@@ -160,8 +156,7 @@ class Transformer(Encoder):
         cfg = self.cfg
         T = cfg.n_frames(x.shape[1])
         x = x[:, :T * cfg.patch_size]
-        if cfg.day_layer:
-            x = day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)
+        if cfg.day_layer: x = self.day_layer(x, day_idx)
         y = self.embedding(tf.cast(x, tf.float32))
         if training: y = dropout(y, cfg.input_dropout, seeds, site=100)
         added = self._added(T, n_bins, tf.shape(x)[0], training, seeds)

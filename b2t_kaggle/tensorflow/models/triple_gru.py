@@ -71,8 +71,7 @@ class TripleGRUDecoder(GRUEncoder):
         clean = self.clean(x - tf.cast(noise, x.dtype), training=training, seeds=seeds)
         if mode == 'inference': return clean
         if grl_lambda is None: grl_lambda = self.cfg.grl_lambda
-        noisy = self.noisy(noise, strength=grl_lambda, training=training, seeds=seeds)
-        return clean, noisy, noise
+        return clean, self.noisy(noise, strength=grl_lambda, training=training, seeds=seeds), noise
 
     def training_args(self, step: int, n_steps: int) -> dict:
         return dict(mode='full', grl_lambda=self.cfg.grl_lambda)

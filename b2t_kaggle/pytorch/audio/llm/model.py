@@ -139,8 +139,7 @@ class AudioLLM(Encoder):
         return self.acoustic.training_logits(out[0])[..., :self.acoustic.cfg.n_classes]
 
     def parts(self) -> dict[str, str]:
-        parts = dict(encoder=self.inside, projector='brain.projector.')
-        return parts | (dict(lora='lora.') if self.lora else {})
+        return dict(encoder=self.inside, projector='brain.projector.') | (dict(lora='lora.') if self.lora else {})
 
     def train(self, mode: bool = True) -> 'AudioLLM':
         "Set the mode of both models, because LoRA layers have dropout."

@@ -30,8 +30,7 @@ class WhisperReader(AudioLanguageModel):
         ends: list[int],   # End tokens of an answer
         is_quantized: bool = False, # Whether weights are quantized to 8 or 4 bits
     ):
-        width = whole.config.d_model
-        super().__init__(name, whole, nn.Identity(), width, tokenizer, (start, []), ends, is_quantized)
+        super().__init__(name, whole, nn.Identity(), whole.config.d_model, tokenizer, (start, []), ends, is_quantized)
         self._mask: Tensor | None = None # Masks the padding of the decoder's input
         for layer in whole.model.decoder.layers:
             layer.encoder_attn.register_forward_pre_hook(
