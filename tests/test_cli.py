@@ -282,12 +282,17 @@ def test_a_line_of_the_official_language_model(call):
     assert (values['decode']['acoustic_scale'], values['decode']['blank_penalty']) == (0.325, 90)
 
 
-def test_official_keys_without_effect_are_named(call):
-    Path('start.yaml').write_text('gpu_number: "1"\nsave_all_val_steps: true\nsave_val_data: false\n'
-                                  'dataset: {data_transforms: {}}\n')
-    path = Path('start.yaml').absolute()
+def test_official_keys_without_effect_are_named(call, tmp_path):
+    path = tmp_path/'start.yaml'
+    path.write_text('gpu_number: "1"\nsave_all_val_steps: true\nsave_val_data: false\n'
+                    'dataset: {data_transforms: {}}\n')
     _, told, record = call(f'train --config_path {path} --data sessions')
     assert f'{path}: keys without effect here: gpu_number, save_all_val_steps\n' in told and record
+
+
+@pytest.mark.parametrize('spelling', ['triple-gru', 'triple_gru'])
+def test_a_preset_as_help_spells_it(call, spelling):
+    assert call(f'train --preset {spelling} --data sessions')[0] == 0
 
 
 def test_names_of_runs(call):

@@ -46,7 +46,8 @@ TEXT = click.Path(exists=True, path_type=Path) # File of sentences, one per line
 class Choice(click.Choice):
     "A choice that suggests similar words."
     def convert(self, value, param, ctx):
-        if value in self.choices: return value
+        choice = {c.replace('_', '-'): c for c in self.choices}.get(str(value).replace('_', '-')) # As help spells them
+        if choice: return choice
         hint = did_you_mean(str(value), self.choices)
         self.fail(f'{value!r} is not one of {", ".join(self.choices)}{hint}', param, ctx)
 
