@@ -85,3 +85,25 @@ def test_the_interval_is_the_normal_one_for_many_sentences():
     assert (d.low, d.high) == pytest.approx((d.value - half, d.value + half), abs=half/8)
     assert bootstrap_difference(references, a, b) == d
     assert bootstrap_difference(references, b, a).value == -d.value
+
+
+def test_sources_of_two_splits_or_without_sentences_are_refused(tmp_path, monkeypatch):
+    "Trials of val and test have the same numbers; an empty source would vote nowhere, and an id twice only once."
+    from click.testing import CliRunner
+
+    from b2t_kaggle.cli import main
+    monkeypatch.chdir(tmp_path)
+    for name in 'a_val.jsonl', 'b_test.jsonl', 'c_val.jsonl':
+        first = 100*(name == 'c_val.jsonl')
+        lines = (f'{{"trial": "{i + first}", "text": "how are you", "system": "{name}"}}\n' for i in range(3))
+        (tmp_path/name).write_text(''.join(lines))
+    (tmp_path/'empty_val.txt').touch()
+    (tmp_path/'d.csv').write_text('id,text\n0,a\n1,b\n2,c\n')
+    (tmp_path/'twice_val.csv').write_text('id,text\n0,a\n0,b\n')
+    def combined(*sources): return CliRunner().invoke(main, ['combine-files', *sources, '-o', 'o.jsonl']).output
+    for other in 'b_test.jsonl', 'd.csv':
+        assert f'{other} has sentences of test and a_val.jsonl of val' in combined('a_val.jsonl', other)
+    assert 'empty_val.txt has no sentences' in combined('a_val.jsonl', 'empty_val.txt')
+    assert 'the id 0 occurs twice' in combined('a_val.jsonl', 'twice_val.csv')
+    assert 'different trials: 6 trials with 1 voter' in combined('a_val.jsonl', 'c_val.jsonl')
+    assert 'different trials' not in combined('b_test.jsonl', 'd.csv')

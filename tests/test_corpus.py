@@ -55,6 +55,12 @@ def test_examples(raw, clean): assert clean_sentence(raw) == clean
     ('Wait 5–10 minutes at 7:00 or 7.05 p.m.', 'wait five to ten minutes at seven or seven oh five pm'),
     ('The 2nd costs $3.50, the 21st £20k, a $1-2 million deal.', 'the second costs three dollars and fifty cents the '
      'twenty first twenty thousand pounds a one to two million dollars deal'),
+    ('Add 1 1/2 cups or ¾ of it, for 20 € or 99¢.', 'add one and one half cups or three quarters of it for twenty '
+     'euros or ninety nine cents'),
+    ('He is 6\'2" & calls (555) 123-4567 on Jan. 5.', 'he is six foot two and calls five five five one two three '
+     'four five six seven on jan five'),
+    ('The 5th–7th of the pre-1960 rules, 9am-5pm, .5 of 5M.', 'the fifth to seventh of the pre nineteen sixty rules '
+     'nine am to five pm zero point five of five million'),
     ('A 747 and two 747s weigh 1kg?', 'a seven hundred forty seven and two seven hundred forty sevens weigh one '
      'kilogram'),
 ])
@@ -66,12 +72,13 @@ def test_sentences_left_out_are_counted():
     text = ['He went home. Let x be 3. Room 3B. He said so. *** ... 5']
     assert [*clean_text(text, lexicon='he went home'.split(), left_out=left_out)] == ['he went home']
     assert left_out == {'single letters or no words': 3, 'words outside the vocabulary': 1}
+    assert [*clean_text(['Jan. 5 and Gov. Doe came.'], True)] == ['jan five and gov doe came']
 
 
 @pytest.mark.parametrize('numbers', [False, True])
 @pytest.mark.parametrize('word', [
     'x'*100_000, '.'*100_000, '1-'*50_000, '$1'*50_000, '1:'*50_000, '1°'*50_000, "1s'"*40_000, '1.'*50_000,
-    '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000,
+    '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000, '1/2 '*30_000, "6'"*50_000, '1¢'*50_000,
 ])
 def test_a_long_word_is_read_once(word, numbers):
     "This would take minutes if the time grew with the square of the length."

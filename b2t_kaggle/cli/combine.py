@@ -46,7 +46,9 @@ from b2t_kaggle.rescoring.hypotheses import (
     Entry,
     Hypotheses,
     best_entries,
+    check_one_split,
     read_blocks,
+    read_hypotheses,
     read_sources_together,
     vote,
     voter_name,
@@ -101,7 +103,7 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
     hypotheses = described(_read_sources(sources, 'test', out))
     echo(f'{counted(len(hypotheses), "trial")}, {counted(len(hypotheses.voters), "voter")}')
     voters = Counter(len({e.voter for e in entries}) for entries in hypotheses.entries.values())
-    if len(voters) > 1:
+    if voters.keys() != {len(hypotheses.voters)}:
         parts = (f'{counted(trials, "trial")} with {counted(n, "voter")}' for n, trials in sorted(voters.items()))
         echo(f'The sources have different trials: {", ".join(parts)}')
     mark = ''
@@ -130,6 +132,9 @@ def _read_sources(sources: Collection[str], split: str, out: Path) -> Hypotheses
                 raise click.BadParameter(f'{path} has no hypotheses of {split}, only of {", ".join(lists)}')
             path = lists[split]
         files.append((source, path))
+    check_one_split(dict(files))
+    if empty := [source for source, path in files if not read_hypotheses(path).trials]:
+        raise click.BadParameter(f'{empty[0]} has no sentences; leave it out')
     return read_sources_together(files, runs)
 
 def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path) -> Hypotheses:

@@ -14,13 +14,18 @@ import pandas as pd
 
 from .options import FILE, echo, out_option, source_path, terminal_width, text_option
 from ..core.messages import counted, printable
-from ..core.reading import splits_in_name
 from ..lm.corpus import read_sentences
 from ..metrics import comparison, percent
 from ..phonemes import normalize_sentence
 from ..pipeline.results import RESULTS
 from ..pipeline.run import Run, hypothesis_files
-from ..rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
+from b2t_kaggle.rescoring.hypotheses import (
+    best_entries,
+    check_one_split,
+    read_blocks,
+    read_hypotheses,
+    voter_name,
+)
 
 # %% ../../nbs/cli/08_compare.ipynb #c005
 def _run_results(folder: Path) -> dict[str, list[dict]]:
@@ -46,20 +51,10 @@ def _file_results(path: Path) -> dict[str, list[dict]]:
             systems.setdefault(voter_name(entry.voter), []).append(facts | dict(text=entry.text))
     return systems
 
-def _split_of(path: Path) -> str | None:
-    if path.is_dir(): return 'val'
-    named = splits_in_name(path) - {'train'}
-    return named.pop() if len(named) == 1 else 'test' if path.suffix == '.csv' else None
-
 def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[dict]]:
     paths = {source: source_path(source, out, f' is neither a file of hypotheses nor a run in {out}')
              for source in sources}
-    named = paths | ({truth: truth} if truth else {})
-    splits = {split: source for source, path in named.items() if (split := _split_of(path))}
-    if len(splits) > 1:
-        raise click.ClickException(f'{splits["test"]} has sentences of test and {splits["val"]} of val, which are '
-                                   'different trials with the same numbers; compare files of one split (a file of val '
-                                   'has the word val in its name)')
+    check_one_split(paths | ({truth: truth} if truth else {}))
     systems = {}
     for source in sources:
         path = paths[source]

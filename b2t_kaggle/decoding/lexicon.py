@@ -128,8 +128,7 @@ def flatten(groups: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     "Start of each list and the end of the last [G + 1], and all items, concatenated."
     groups = list(groups)
     start = np.cumsum([0, *map(len, groups)])
-    items = itertools.chain.from_iterable(groups)
-    return start.astype(np.int64), np.fromiter(items, np.int64, count=start[-1])
+    return start.astype(np.int64), np.fromiter(itertools.chain.from_iterable(groups), np.int64, count=start[-1])
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c022
 _ONE_INT = types.int64(types.int64) # Signature of both: int64 -> int64

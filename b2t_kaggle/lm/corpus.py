@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from ..core.files import unchanged
 from .arpa import open_text, whole
@@ -60,7 +61,8 @@ def vocabulary(
     return sorted(counts, key=lambda w: (-counts[w], w))[:size]
 
 # %% ../../nbs/lm/02_corpus.ipynb #c012
-_TITLES = frozenset('mr mrs ms dr prof st jr sr gen col sgt lt capt rev hon vs no fig vol inc ltd co corp dept'.split())
+_TITLES = frozenset('mr mrs ms dr prof st jr sr gen col sgt lt capt rev hon vs no fig vol inc ltd co corp dept '
+                    'gov sen rep pres ave mt ft pp approx jan feb mar apr jun jul aug sept oct nov dec'.split())
 _BREAK = re.compile(r'''(?<!\S)(\S*[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])''')
 
 def _split_sentences(line: str) -> list[str]:
@@ -99,11 +101,13 @@ _RULES = [ # (description, function)
 # %% ../../nbs/lm/02_corpus.ipynb #c018
 _UNITS = dict(
     km='kilometers', cm='centimeters', mm='millimeters', kg='kilograms', mg='milligrams', lb='pounds', lbs='pounds',
-    oz='ounces', ft='feet', mi='miles', mph='miles per hour', ml='milliliters', hr='hours', hrs='hours', mins='minutes',
-    gb='gigabytes', mb='megabytes', m='meters', g='grams', l='liters') | {'km/h': 'kilometers per hour'}
+    oz='ounces', ft='feet', mi='miles', mph='miles per hour', ml='milliliters', hr='hours', hrs='hours', min='minutes',
+    mins='minutes', sec='seconds', secs='seconds', yrs='years', gb='gigabytes', mb='megabytes', m='meters', g='grams',
+    l='liters', M='million', G='g') | {'km/h': 'kilometers per hour'}
 _ATTACHED = dict(k='thousand', h='hours', x='times', p='pence') # Units that mean something else after a space
 _MONEY = {'$': ('dollar', 'cent'), '€': ('euro', 'cent'), '£': ('pound', 'pence')}
-_SCALES = dict(k='thousand', m='million', bn='billion', b='billion')
+_SCALES = dict(k='thousand', m='million', bn='billion', b='billion', t='trillion', tn='trillion')
+_PARTS = {'2': 'half', '3': 'third', '4': 'quarter'}
 
 def _spell_year(number: str) -> str:
     "A year in words; 2000 to 2009 are read as plain numbers."
@@ -123,16 +127,21 @@ def _spell_time(m: re.Match) -> str:
 
 def _spell_money(m: re.Match) -> str:
     "An amount: `$3.50` → `3 dollars and 50 cents`, `$2.5m` → `2.5 million dollars`."
-    (unit, part), whole, fraction, scale = _MONEY[m[1]], m[2].rstrip(','), m[3] or '', m[4] or ''
+    (unit, part), whole, fraction, scale = _MONEY[m[1]], m[2].rstrip(',') or '0', m[3] or '', m[4] or ''
     if scale or len(fraction) not in (0, 3):
         return f'{whole}{fraction} {_SCALES.get(scale.lower(), scale)} {unit}s'
     cents = int(fraction[1:] or 0)
     amount = f'{whole} {unit}' if whole == '1' else f'{whole} {unit}s'
-    return amount + (f' and {cents} {part if cents == 1 or part == "pence" else part + "s"}' if cents else '')
+    change = f'{cents} {part if cents == 1 or part == "pence" else part + "s"}'
+    return amount if not cents else change if whole == '0' else f'{amount} and {change}'
+
+def _spell_part(m: re.Match) -> str:
+    "A fraction: `2/3` → `2 thirds`, `1 1/2` → `1 and 1 half`."
+    return f'{m[1]} and '*bool(m[1]) + f'{m[2]} {_PARTS[m[3]]}' + 's'*(m[2] != '1')
 
 def _spell_unit(m: re.Match) -> str:
     "A number with a unit: `5kg` → `5 kilograms`, `1 km` → `1 kilometer`."
-    unit = _UNITS[m[2].lower()] if m[2] else _ATTACHED[m[3].lower()]
+    unit = _UNITS.get(m[2]) or _UNITS[m[2].lower()] if m[2] else _ATTACHED[m[3].lower()]
     if m[1] == '1': unit = 'foot' if unit == 'feet' else re.sub(r'^(\w+)s\b', r'\1', unit)
     return f'{m[1]} {unit}'
 
@@ -141,19 +150,29 @@ _YEAR = r'(?:1[89]|20)\d\d'
 _LONG = '|'.join(sorted(_UNITS, key=len, reverse=True))
 _NUMBERS: list[tuple[re.Pattern, Any]] = [(re.compile(pattern), spoken) for pattern, spoken in [ # Applied in this order
     (r'\d(?:,?\d){15,}', ' '),
+    (r'\s&(?:amp;)?\s', ' and '),
+    (r'(?<![\d/-])(?:1-)?(?:\(?\d{3}\)?[ -])?\d{3}-\d{4}(?![\d-])', lambda m: ' '.join(re.findall(r'\d', m[0]))),
+    (r"(?<=\d)['’′](?=\d)", ' foot '),
+    ('[½⅓⅔¼¾]', lambda m: ' ' + normalize('NFKC', m[0])),
+    (r'(?<![\d/.])(?:(\d+)[ -])?(1(?=.[234])|2(?=.3)|3(?=.4))[/⁄](\d)(?![\d/])', _spell_part),
+    (r'(?<![\w.$€£])\.(?=\d)', '0.'),
+    (r'(?<![\d.,])([\d.,]*\d)\s?([$€£])(?!\d)', r'\2\1'),
+    (r'(?<=\d)\s?¢', ' cents'),
     (r'(?:#|\b[Nn]o\.\s?)(?=\d)', ' number '),
     (r'([$€£])([\d.,]*\d)[-–—][$€£]?(?=\d)', r'\2 to \1'),
-    (r'([$€£])\s?([\d,]+)(\.\d+)?(?:\s?([kKmM]|bn|[bmtr]+illion)\b)?', _spell_money),
+    (r'([$€£])\s?(?=\.?\d)([\d,]*)(\.\d+)?(?:\s?([kKmM]|[bBtT]n?|[bmtr]+illion)\b)?', _spell_money),
     (r'(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])', _spell_time),
     (r'(?<![\d:.])(\d{1,2})\.([0-5]\d)(?=\s?[ap]\.?m\b)', _spell_time),
     (r"(?<![\w$.,:])(?<!\d-)['’‘]?(\d+)['’]?s\b", _spell_plural),
     (rf'(?<![\w$.,:-])({_YEAR})[-–—]({_YEAR}|\d\d)(?![\w%:-])', r'\1 \2'),
-    (r'(?<![\w$.,:–—-])(\d{1,3}|\d{4})[-–—](\d{1,3}|\d{4})(?![\d:–—-])', lambda m: m[0] if (
-        int(m[1]) >= int(m[2]) or (len(m[1]) == 4) != (len(m[2]) == 4)) else f'{m[1]} to {m[2]}'),
+    (r'(\d(?:st|nd|rd|th|\s?[ap]\.?m)\.?)[-–—](?=\d)', r'\1 to '),
+    (r'(?<![\w$.,:–—-])(\d{1,3}(?:[,.]\d+)?|\d{4})[-–—](\d{1,3}(?:[,.]\d+)?|\d{4})(?![\d:–—-])', lambda m: m[0] if (
+        float(m[1].replace(',', '')) >= float(m[2].replace(',', '')) or (len(m[1]) == 4) != (len(m[2]) == 4))
+        else f'{m[1]} to {m[2]}'),
     (r'(?<!\S)[-−](?=\d)', 'minus '),
     (r'(?<=\d)\s?[°º]\s?([CF]\b)?', lambda m: f' degrees {dict(C="celsius", F="fahrenheit").get(m[1], "")}'),
     (rf'(?i)(?<![\w.,])([\d.,]*\d)(?:\s?({_LONG})|({"|".join(_ATTACHED)}))(?![\w\'’])', _spell_unit),
-    (rf'(?<![\w$.,:-]){_YEAR}(?![\w%:]|[.,-]\d)', lambda m: _spell_year(m[0])),
+    (rf'(?<![\w$.,:])(?<!\d-){_YEAR}(?![\w%:]|[.,]\d|-\d(?!\d-\d\d))', lambda m: _spell_year(m[0])),
     ('%', ' percent'),
 ]]
 

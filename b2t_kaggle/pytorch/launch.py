@@ -137,14 +137,8 @@ def _command(n_processes: int, job: Path) -> list[str]:
     write_whole(worker, f'import os\n{code}\n')
     return [*own_python(f'exec({_TORCHRUN!r})'), *alone, f'--nproc_per_node={n_processes}', str(worker), str(job)]
 
-def launch(
-    n_processes: int,             # Number of processes: one per GPU, or several on a CPU
-    store: TrialStore,            # Training trials
-    store_val: TrialStore | None, # Validation trials
-    cfg: Config,                  # The run's configuration
-    out_dir: str | Path,          # Folder of the run, as for `train`
-    progress: bool = True,        # Whether to show a progress bar
-) -> dict:
+def launch(n_processes: int, store: TrialStore, store_val: TrialStore | None, cfg: Config, out_dir: str | Path,
+           progress: bool = True) -> dict:
     "Run `train` in several processes, each with an equal part of every batch. Raises `TrainingError`."
     out = Path(out_dir).absolute()
     stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]

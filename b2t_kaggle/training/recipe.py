@@ -54,8 +54,7 @@ def averaging_rate(step: int, cfg: TrainConfig) -> float | None:
     warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None if there is no average."""
     if cfg.weight_average is None: return None
     if cfg.weight_average == 'ema': return 1 - min(cfg.ema_decay, (1 + step) / (10 + step))
-    first = round(cfg.swa_start * cfg.num_training_batches)
-    return 1 / max(1, step - first + 1)
+    return 1 / max(1, step - round(cfg.swa_start * cfg.num_training_batches) + 1)
 
 # %% ../../nbs/training/00_recipe.ipynb #c012
 def refit_step(cfg: TrainConfig) -> int | None:

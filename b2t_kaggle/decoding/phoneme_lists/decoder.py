@@ -106,8 +106,7 @@ def expected_errors(hypotheses: Sequence[Hypothesis], sharpness: float) -> np.nd
     return word_distances([h.text for h in hypotheses]) @ (p/p.sum())
 
 def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> list[Hypothesis]:
-    risk = expected_errors(hypotheses, sharpness).round(9)
-    return [hypotheses[i] for i in np.argsort(risk, kind='stable')]
+    return [hypotheses[i] for i in np.argsort(expected_errors(hypotheses, sharpness).round(9), kind='stable')]
 
 def decode_lists(
     lists: Sequence[PhonemeList],

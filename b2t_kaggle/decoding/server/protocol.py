@@ -188,8 +188,8 @@ def read_logits(
         t, k = np.argwhere(bad)[0]
         raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers')
     x -= x.max(axis=1, keepdims=True)
-    log_probs = from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
-    return np.ascontiguousarray(log_probs) # The search is compiled for this layout
+    # The search is compiled for this layout
+    return np.ascontiguousarray(from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True)))
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c019
 def scoring(nbest: Iterable[tuple[Hypothesis, float]]) -> str:

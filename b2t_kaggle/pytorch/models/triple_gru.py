@@ -134,11 +134,9 @@ class TripleGRUDecoder(Frontend):
         noisy_layers: int = 2,         # GRU layers of the adversary
         grl_lambda: float = 0.5,       # Strength λ of the gradient reversal
     ):
-        sizes = dict(neural_dim=neural_dim, n_classes=n_classes)
-        layers = dict(n_units=n_units, n_layers=n_layers, noise_units=noise_units)
-        patches = dict(patch_size=patch_size, patch_stride=patch_stride)
-        dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
-        cfg = TripleGRUConfig(**sizes, **layers, **patches, **dropouts)
+        cfg = TripleGRUConfig(neural_dim=neural_dim, n_classes=n_classes, n_units=n_units, n_layers=n_layers,
+                              noise_units=noise_units, patch_size=patch_size, patch_stride=patch_stride,
+                              rnn_dropout=rnn_dropout, input_dropout=input_dropout)
         super().__init__(cfg.model_copy(update=dict(grl_lambda=grl_lambda)), n_days)
         self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
         self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)

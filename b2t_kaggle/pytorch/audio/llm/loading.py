@@ -44,8 +44,7 @@ def load_audio_llm(
         check_memory(str(name), config, str(dtype).removeprefix('torch.'), quantization, device)
         whole = load_whole(getattr(transformers, _CLASSES[kind]), name, config, dtype=dtype,
                            **quantization_options(quantization, dtype, device))
-    make = _whisper if kind == 'whisper' else _qwen
-    model = make(str(name), whole, processor, quantization is not None)
+    model = (_whisper if kind == 'whisper' else _qwen)(str(name), whole, processor, quantization is not None)
     if (text := model.read(model.answer('how are you')).strip()) != 'how are you':
         raise AudioError(f'audio LLM {name}: its tokenizer reads "how are you" back as {printable(repr(text[:60]))}')
     model.apply(lambda weight: weight.to(device))
