@@ -48,7 +48,7 @@ class Plugin:
         result = _call(self.augment, inputs) # type: ignore[arg-type]
         return result if isinstance(result, tuple) else (result, lengths)
 
-PLUGIN: ContextVar[Plugin] = ContextVar('PLUGIN', default=Plugin()) # Plugin of the training that begins
+PLUGIN: ContextVar[Plugin] = ContextVar('PLUGIN', default=Plugin()) # Plugin of the next training
 
 # %% ../../nbs/config/08_plugins.ipynb #c009
 @cache

@@ -54,7 +54,7 @@ class SameResult(Fact):
 class Only(Fact):
     "Only one framework supports `value`, or values other than the default."
     framework: str          # `pytorch` or `tensorflow`
-    value: str | None = None # Value that only this framework supports; None: all but the default
+    value: str | None = None # Value that only this framework supports; None: any except the default
 
     def excludes(self, framework: str, value: Any, default: Any) -> bool:
         "Whether a framework lacks this value."

@@ -49,7 +49,7 @@ class DayBalancedSampler:
         self._check(required)
 
     def batch(self,
-        step: int, # Step, in any order
+        step: int, # Step number
     ) -> np.ndarray:
         "Indices [batch_size] of the trials of a step, group by group and day by day."
         if self._groups: return np.concatenate([members[s.batch(step)] for members, s in self._groups])
@@ -140,7 +140,7 @@ def choose_buckets(
     for begin in reversed(begins): # From the longest bucket back
         buckets.insert(0, int(edges[end]))
         end = begin[end] - 1
-        if end < 0: return buckets  # Fewer buckets waste no more
+        if end < 0: return buckets  # More buckets would not save padding
     return [int(edges[end]), *buckets]
 
 # %% ../../nbs/data/04_batches.ipynb #c021

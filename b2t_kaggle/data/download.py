@@ -50,7 +50,7 @@ class RemoteFile:
     checksum: str | None = None # Published checksum, such as `sha256:ba78…` or `md5:9001…`
 
     def damage(self, path: Path) -> str | None:
-        "Damage of a local copy, judged by size and checksum, or else by the checksum in a `.gz` (RFC 1952)."
+        "Damage to a local copy, judged by size and checksum, or else by the checksum in a `.gz` (RFC 1952)."
         size = path.stat().st_size
         if self.size not in (None, size): return f'found {size:,} bytes, expected {self.size:,}'
         if self.checksum:

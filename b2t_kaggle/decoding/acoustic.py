@@ -119,7 +119,7 @@ _NO_BOUNDS = _Bounds(np.zeros(0, np.int64), np.zeros((0, 0)))
 class _Limits(NamedTuple):
     "Limits of the paths through a graph: the frames they need and an upper bound on their gain."
     reach: np.ndarray  # Last node within one frame's reach of this node or an earlier one [N]
-    rest: np.ndarray   # Least number of frames from each node to the end [N]
+    rest: np.ndarray   # Minimum number of frames from each node to the end [N]
     more: np.ndarray   # Log number of spellings after each node [N]; zeros for the best path
     ahead: np.ndarray  # Largest gain from each frame to the last [T' + 1]
     places: np.ndarray # Index of each node in the list's graph [N]; empty without one
@@ -162,7 +162,7 @@ def _limits(graph, ahead, add, places, bounds):
     return _Limits(reach, rest, more, ahead, places, bounds)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c016
-_MOST = 1024 # Most nodes in a frame
+_MOST = 1024 # Maximum nodes per frame
 
 @_jit
 def _move(frame, graph, label, blank, low, high, add):
@@ -294,7 +294,7 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, scratch):
 @_jit
 def _score_above(log_probs, graph, limits, least, add, most, saved, ranges):
     """Log-probability of the frames given a sentence, over all paths that can reach `least`; -inf if no path can.
-    Continues from saved states and saves more. Writes the computed nodes into `ranges`."""
+    Resumes from saved states and saves new ones. Writes the computed nodes into `ranges`."""
     label = np.full(len(limits.reach), -math.inf) # Score of paths that end in the node's class
     blank = np.full(len(limits.reach), -math.inf) # Score of paths that end in a blank after it
     if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, ranges)): return -math.inf

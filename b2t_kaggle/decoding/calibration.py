@@ -51,7 +51,7 @@ def word_evidence(lists: Sequence[Sequence[Hypothesis]], references: Sequence[st
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c008
 TEMPERATURES = np.geomspace(0.1, 1000, 189) # Candidates, in steps of 5 %
-_LEAST = 1e-6 # Least probability, so that a wrong word with confidence 1 has a finite cost
+_LEAST = 1e-6 # Smallest probability, so that a wrong word with confidence 1 has a finite cost
 
 @patch
 def costs(self: WordEvidence) -> np.ndarray:
@@ -71,7 +71,7 @@ def area_under_roc(
     return float((rank[right].sum() - n_right*(n_right + 1)/2)/(n_right*(len(right) - n_right)))
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c013
-MIN_TRIALS = 50 # Fewest trials for tuning or calibration
+MIN_TRIALS = 50 # Minimum trials for tuning or calibration
 
 @dataclass(frozen=True)
 class Quality:

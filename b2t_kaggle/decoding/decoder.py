@@ -75,7 +75,7 @@ class SearchOptions:
     word_score: float = 0.0       # Score added per word
     acoustic_scale: float = 0.8   # Weight of the acoustic score
     blank_penalty: float = 1.0    # Divisor of the blank's probability
-    nbest: int = 10               # Most hypotheses to return; lists beyond ten depend on `threshold`
+    nbest: int = 10               # Maximum hypotheses; lists beyond ten depend on `threshold`
     merge: Literal['max', 'sum'] = 'max' # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
     threshold: float = 12.0       # Largest gap to the best hypothesis [acoustic nats] (`beam_threshold`)
     blank_skip: float = 0.999     # Frames are skipped if the penalised blank is more probable than this
@@ -125,7 +125,7 @@ class LexiconBeamDecoder:
     one, as in KenLM). An n-gram whose ARPA file still exists becomes an `Automaton`; others are
     queried through KenLM, which is slower.
 
-    Hypotheses know their list, and so their `posterior`. With `frame_ms` (see `logits.frame_times`) they also have
+    Hypotheses refer to their list, for `posterior`. With `frame_ms` (see `logits.frame_times`) they also have
     `words`, for which they keep the frames of their trial.
 
     `tokens`, `blank` and `word_end` name the classes of any CTC model; the lexicon spells words with these tokens. For
@@ -266,7 +266,7 @@ def _distinct(*lists: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.nda
     return words, start
 
 def _texts_of(search: Search, n_best: int) -> tuple[np.ndarray, np.ndarray]:
-    "More texts than the list needs, since exact scores rank them; unfinished ones have no fusion score."
+    "Up to `2*n_best` texts for exact scoring; a fusion has no score for unfinished ones."
     texts = search.texts(2*n_best)
     if len(texts[1]) > n_best or isinstance(search, FusedSearch): return texts
     return _distinct(texts, search.begun_texts(2*n_best))

@@ -178,7 +178,7 @@ def _look_ahead(parents: list[np.ndarray], node: np.ndarray, log_probs: np.ndarr
     return ahead
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c027
-_BITS = 64 # Most classes in a bit set
+_BITS = 64 # Maximum classes in a bit set
 _NONE = np.zeros(0, np.int32)
 
 @patch

@@ -234,7 +234,7 @@ class Frame(NamedTuple):
     "The current frame."
     scores: np.ndarray # Scaled log-probabilities [K]
     active: np.int64   # Bit s: hypotheses may move to class s
-    bound: np.float32  # Least score that can reach the beam
+    bound: np.float32  # Smallest score that can reach the beam
 
 @_jit
 def _better_path(hyp, arena, count):
@@ -354,7 +354,7 @@ def _end_words(frame, model, state):
     n = count.n_hyps
     sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    # Most that a word adds without a boost, since log-probabilities are at most 0
+    # Upper bound on a word's gain without a boost: log-probabilities are at most 0
     most = sil + options.word_score + ahead
     _expect_words(model, state, frame.bound - most)
     for i in range(count.n_hyps):

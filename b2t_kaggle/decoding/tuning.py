@@ -144,8 +144,8 @@ def _best_point(errors: np.ndarray, start: Point, candidates: np.ndarray) -> Poi
     return tuple(points[np.lexsort((distance, _smoothed(errors)[allowed]))[0]].tolist())
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c021
-_NBEST = 100    # Most sentences that one search adds to a trial's pool
-_SEARCHES = 16  # Most points to search
+_NBEST = 100    # Maximum sentences that a search adds to a trial's pool
+_SEARCHES = 16  # Maximum points to search
 
 class _Searches:
     "Searches of the same trials at points of a grid, with the pools and the errors at all points of the grid."
@@ -214,7 +214,7 @@ def tune_search(
     fixed: Container[str] = (),      # Names of weights to keep
     grid: Grid | None = None,        # Values of all weights, including the decoder's; default: `weight_grid`
     folds: int = 5,                  # Number of folds; trial i is in fold i % folds
-    most: int = 500,                 # Most trials to tune on; if there are more, evenly spaced ones
+    most: int = 500,                 # Maximum trials to tune on, chosen at even intervals
     *,
     n_jobs: int = 0,                 # Number of cores to use; 0 means all
     progress: bool = True,           # Whether to show a progress bar

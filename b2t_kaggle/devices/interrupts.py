@@ -83,7 +83,7 @@ def _watched_streams() -> Iterator[None]:
 # %% ../../nbs/devices/00_interrupts.ipynb #c012
 @contextmanager
 def noted_interrupt() -> Iterator[Callable[[], bool]]: # Whether there was a request to end
-    "Note a request to end instead of ending the block; a second Ctrl-C ends it. Only in the main thread."
+    "Record a request to end instead of raising; a second Ctrl-C raises. Only in the main thread."
     noted: list[int] = []
     def note(number, frame):
         if number == signal.SIGINT in noted: raise KeyboardInterrupt

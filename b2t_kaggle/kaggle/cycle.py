@@ -57,7 +57,7 @@ _RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
 _CHECKOUT = Path(b2t_kaggle.__file__).parents[1]
 _PAGE = 'https://www.kaggle.com/code/'
 _MARGIN = 1/6 # Hours between a part's end and its time limit
-_MOST = 99 # Maximum number of parts, and of trainings
+_MOST = 99 # Maximum number of parts, and of seeds
 
 @dataclass(frozen=True)
 class Notebook:
@@ -76,9 +76,9 @@ class Plan:
     accelerator: str             # Name in `KAGGLE_ACCELERATORS`
     preset: str                  # Preset of the training
     wheels: str                  # `OWNER/SLUG` of the dataset with the kit
-    hours: float | None = None   # Total hours of a training's parts; None: as many as it needs
+    hours: float | None = None   # Training hours per seed; None: as many as needed
     overrides: dict[str, Any] = field(default_factory=dict) # Configuration values
-    seeds: int = 1               # Number of trainings, combined by voting
+    seeds: int = 1               # Number of models, combined by voting
     lm: str | None = None        # Dataset with the n-gram; None: one of the transcripts
     lm_source: str | None = None # Public model or file to upload as this dataset; None: it exists
     llms: list[str] = field(default_factory=list) # Datasets and models of Kaggle with an LLM
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def n_parts(self) -> int | None:
-        "Maximum number of parts of a training; None: as many as it needs."
+        "Maximum number of parts per seed; None: as many as needed."
         return None if self.hours is None else math.ceil(self.hours/self.machine.hours)
 
     def _kernel(self, seed: int, *ends: str | int) -> str:
@@ -114,7 +114,7 @@ class Plan:
         return dict(overrides=self.overrides, accelerator='cuda' if image == 'gpu' else image, hours=round(hours, 2))
 
     def training(self, seed: int, part: int, left: float | None = None) -> Notebook:
-        "Notebook of a part of a training, both numbered from 1; `left`: hours left of the week's quota."
+        "Notebook that trains a part with a seed, both numbered from 1; `left`: hours left of the week's quota."
         hours = self.machine.hours if self.hours is None else self.hours/self.n_parts
         before = [self.training(seed, part - 1).kernel] if part > 1 else []
         values = dict(preset=self.preset) | self._parameters(hours, left)
@@ -123,7 +123,7 @@ class Plan:
         return Notebook(self._kernel(seed, 'train', part), 'train', values, before, [self.wheels])
 
     def submission(self, seed: int, parts: int, part: int = 1, left: float | None = None) -> Notebook:
-        "Notebook that decodes the last part of a training; further parts continue it until an LLM has finished."
+        "Notebook that decodes the last part's model; further parts continue it until an LLM has finished."
         model = self.training(seed, parts).kernel
         before = [self.submission(seed, parts, part - 1).kernel] if part > 1 else []
         values = dict(models=[model]) | self._parameters(self.machine.hours, left)
@@ -211,7 +211,7 @@ class Cycle:
         if submit: yield self._send(runs, outputs)
 
     def _seed_steps(self, seed: int) -> Generator[Step, None, tuple[Path, Path]]:
-        "The steps of a training and its submission; returns the run and the submission's output."
+        "The steps that train and submit a model; returns the run and the submission's output."
         most = self.plan.n_parts or (None if self.client else 1)
         before: Path | None = None
         for part in count(1):

@@ -173,7 +173,7 @@ def _removal_costs(model: BackoffModel) -> list[np.ndarray]:
 def prune_ngram(
     path: str | Path,     # ARPA file, plain or .gz
     out_path: str | Path, # ARPA file to write; gzipped if it ends in .gz
-    threshold: float,     # Least relative increase of the perplexity to keep an n-gram, such as 1e-8
+    threshold: float,     # Smallest relative perplexity increase to keep an n-gram, such as 1e-8
 ) -> Path:                # `out_path`
     "Prune by relative entropy (Stolcke, 1998). Raises `ValueError` for an impossible threshold, or `ArpaError`."
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')

@@ -171,7 +171,7 @@ N_COLUMNS = 48    # Maximum number of columns of a picture
 def _base64(values: np.ndarray) -> str: return base64.b64encode(np.uint8(values).tobytes()).decode()
 
 def feature_picture(features: np.ndarray) -> str:
-    "Features [T, F] as 16 rows of at most 48 means in bytes; 128 is 0, and 32 is a standard deviation."
+    "Features [T, F] as 16 rows of at most 48 byte-sized means: 128 plus 32 per standard deviation."
     rows = np.array_split(np.asarray(features, np.float32), FEATURE_ROWS, axis=1)
     means = np.stack([r.mean(1) for r in rows])
     columns = np.array_split(means, min(N_COLUMNS, means.shape[1]), axis=1)

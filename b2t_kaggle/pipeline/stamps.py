@@ -180,7 +180,7 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
 # %% ../../nbs/pipeline/08_stamps.ipynb #c010
 @patch
 def discard(self: StageRun) -> None:
-    "Forget that the stage was done, and a training that reads its outputs."
+    "Discard the results and stamp of a stage, and of training that builds on it."
     self._remove_results()
     self.stamp_path.unlink(missing_ok=True)
     for name in plan(self.run.cfg) if STAGES[self.name].continues else ():

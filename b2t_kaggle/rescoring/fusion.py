@@ -289,7 +289,7 @@ def _add(self: LLMTrial, h: int, batch: _Batch) -> None:
     rows += batch.add(tokens[len(rows):], rows[-1] if rows else before)
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c029
-_FEW = 16 # Most tokens to run early to save a pass
+_FEW = 16 # Maximum tokens to run early to save a pass
 _Level = list[tuple[int, int, list[tuple[int, ...]]]] # Histories, parents, forms of the last words
 _Ahead = dict[tuple[int, tuple[int, ...]], list[int]] # (history, form) -> indices of tokens
 

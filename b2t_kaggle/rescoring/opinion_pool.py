@@ -105,7 +105,7 @@ def llm_scores(
     tokenizer,              # Tokenizer of the model
     progress: bool = True,  # Whether to show a progress bar
 ) -> dict[str, float]:      # Score by sentence, normalised as in the metric
-    "Log-probability of each distinct sentence with its end, without empty ones if there are others."
+    "Log-probability of each distinct sentence and its end; drops empty sentences from longer lists."
     lists = []
     for entries in hypotheses.entries.values():
         texts = dict.fromkeys(normalize_sentence(e.text) for e in entries)
@@ -294,7 +294,7 @@ def cross_validate_pool(
     hypotheses: Hypotheses,                 # Trials with references
     lm: LanguageModel | None = None,        # n-gram model
     llm: Mapping[str, float] | None = None, # Scores from `llm_scores`
-    folds: int = 10,                        # Most folds; equal sentences share a fold
+    folds: int = 10,                        # Maximum number of folds; equal sentences share one
     seed: int = 0,                          # Random seed of the folds
 ) -> list[Combined]:                        # Sentence for each trial
     "Choose each sentence by a pool fitted on other folds, for an unbiased error rate; raises like `fit_pool`."

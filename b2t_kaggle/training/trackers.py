@@ -116,7 +116,7 @@ def check_trackers(names: Iterable[str]) -> None:
 def _each(trackers: dict[str, Tracker], when: str, call: Callable[[Tracker], None]) -> None:
     for name, tracker in list(trackers.items()):
         try: call(tracker)
-        except Exception as e: # Raised by any of its libraries
+        except Exception as e: # Its libraries may raise anything
             del trackers[name]
             print(f'{name} failed {when} and is no longer used; history.csv continues: {e}')
 

@@ -17,7 +17,7 @@ _PER_STACK = ('num_encoder_layers', 'encoder_dim', 'encoder_unmasked_dim', 'feed
               'cnn_module_kernel')
 
 class StacksConfig(PatchedConfig):
-    "Sizes of a Zipformer: its patches, its stacks, its heads of attention."
+    "Sizes of a Zipformer: patches, stacks and attention heads."
     patch_size: int = Field(4, ge=0)
     "Bins per input patch; 0 means no patching."
     patch_stride: int = Field(2, ge=0)

@@ -168,12 +168,12 @@ def updated(self: Settings, entry: dict[bytes, bytes]) -> Settings:
     return replace(self, **new)
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c016
-MAX_FRAMES = 20_000       # Most frames of a trial (27 minutes), so that a faulty client cannot fill the memory
+MAX_FRAMES = 20_000       # Maximum frames per trial (27 minutes), so that a faulty client cannot fill the memory
 _ROW = 4*len(PHONEMES)    # Bytes per frame
 
 def read_logits(
     payload: bytes,               # Logits [t, 41], little-endian float32, in language-model order
-    max_frames: int = MAX_FRAMES, # Most frames to accept
+    max_frames: int = MAX_FRAMES, # Maximum number of frames
 ) -> np.ndarray:                  # Log-probabilities in logit order [t, 41]
     "Log-probabilities of the frames of an entry."
     if len(payload) % _ROW:
