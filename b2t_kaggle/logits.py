@@ -79,7 +79,7 @@ class LogitStore:
         index: pd.DataFrame,          # One row for each array, such as `TrialStore.index`
         provenance: dict,             # JSON values such as the model, the checkpoint's hash and the configuration
     ) -> 'LogitStore':
-        """Write log-probabilities. Raises `LogitError` for other values, `RaggedError` if the index
+        """Write log-probabilities. Raises `LogitError` for invalid values, `RaggedError` if the index
         does not have one row per array."""
         missing = [c for c in _TRIAL if c not in index]
         if missing:
@@ -113,7 +113,7 @@ class LogitStore:
         weights: Sequence[float] | None = None, # Weight of each store; default: equal weights
     ) -> 'LogitStore':
         """Normalised average of several models; frames of slower ones are aligned with the fastest model's. Raises
-        `LogitError` for stores with other trials or classes, or frames that cannot be aligned."""
+        `LogitError` for stores whose trials or classes differ, or frames that cannot be aligned."""
         if mean not in ('log_prob', 'prob'): raise LogitError(f'mean is {mean!r}, expected log_prob or prob')
         if not stores: raise LogitError('found no stores to average')
         w = None if weights is None else _normalized(weights, len(stores))

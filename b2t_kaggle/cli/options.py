@@ -228,7 +228,7 @@ def refuse_options(
 def source_path(
     source: str,         # A file, the folder of a run, or the name of a run
     out: Path,           # Folder of the runs
-    problem: str = '',   # End of the error message if the source is neither
+    problem: str = '',   # End of the error message for an unknown source
     files: bool = True,  # Whether the source may be a file
 ) -> Path:
     "Path of a source: the file, or the run's folder. Raises `click.UsageError` if it is neither."

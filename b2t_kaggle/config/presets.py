@@ -117,7 +117,7 @@ def preset(name: str) -> Config:
     return validated(PRESETS[name])
 
 def preset_changes(cfg: Config, name: str) -> dict[str, Any]:
-    "Values that differ from a preset, or from the defaults of an encoder that the preset does not have."
+    "Values that differ from a preset, or from the encoder's defaults if the preset has another encoder."
     base = preset(name)
     if base.model.name == cfg.model.name: return differing_values(cfg, base)
     return {'model.name': cfg.model.name} | differing_values(cfg, merged(base, dict(model=dict(name=cfg.model.name))))

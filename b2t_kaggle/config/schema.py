@@ -39,7 +39,7 @@ class InputFile(Fact):
     def __str__(self): return 'input folder or file, or a name on the hub' if self.or_name else 'input file'
 
 class MayChange(Fact):
-    "Training may continue with another value."
+    "Training may continue with a different value."
     def __str__(self): return 'may change during training'
 
 class ChangesNothing(MayChange):

@@ -310,7 +310,7 @@ def write_ragged(
     kind: str = 'arrays',              # Kind of the arrays
     metadata: dict | None = None,      # Values that JSON can represent
 ) -> Ragged:
-    "Write arrays with their index; raises `RaggedError` without arrays, or if the index has another number of rows."
+    "Write arrays with their index; raises `RaggedError` without arrays, or if the index has the wrong number of rows."
     table = None if index is None else pa.Table.from_pandas(index, preserve_index=False).replace_schema_metadata(None)
     rows = None if table is None else table.to_pylist()
     arrays = map(np.asarray, arrays)

@@ -219,7 +219,7 @@ def unpack_zip(
     folder: str | Path,     # Folder to create; must not exist
     progress: bool = False, # Show a progress bar
 ) -> Path:                  # `folder`
-    """Unpack an archive atomically. Raises `DownloadError` if it is damaged, encrypted, expands too far or
+    """Unpack an archive atomically. Raises `DownloadError` if it is damaged, encrypted, expands too much or
     would write outside the folder, `OSError` on a full disk."""
     path = Path(path)
     folder = Path(folder)

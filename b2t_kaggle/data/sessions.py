@@ -29,7 +29,7 @@ from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
 N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power
-_FEATURES_OF = {'t12': 256} # Participants with another number; 128 of T12's electrodes are used
+_FEATURES_OF = {'t12': 256} # By participant, if not 512; 128 of T12's electrodes are used
 PADDED_LENGTH = 500  # Length of seq_class_ids and transcription
 SPLITS = ('train', 'val', 'test')
 

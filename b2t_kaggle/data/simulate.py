@@ -190,7 +190,7 @@ def _mean_lengths() -> np.ndarray:
 
 _LENGTH = _mean_lengths()
 _EDGE = 40      # bins of silence before and after
-_MIN_LENGTH = 4 # bins of any phoneme
+_MIN_LENGTH = 4 # Shortest phoneme, in bins
 
 def _durations(ids: np.ndarray, tempo: float, rng: np.random.Generator) -> np.ndarray:
     "Draw the bins of each class [S], log-normal with the class's mean."

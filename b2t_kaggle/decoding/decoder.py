@@ -129,7 +129,7 @@ class LexiconBeamDecoder:
     `words`, for which they keep the frames of their trial.
 
     `tokens`, `blank` and `word_end` name the classes of any CTC model; the lexicon spells words with these tokens. For
-    a model of characters it is `{word: [list(word)]}`. Without a `word_end` each word has one spelling.
+    a model of characters it is `{word: [list(word)]}`. Without a `word_end` each word must have one spelling.
 
     A `boost` adds its bonus to the `total` of a sentence for each occurrence of its word or phrase, and the bonus
     divided by `lm_weight` to `ngram`. `added` lists the words that it adds to the lexicon, with their pronunciations; a
@@ -336,7 +336,7 @@ def decode_batch(self: LexiconBeamDecoder,
 # %% ../../nbs/decoding/06_decoder.ipynb #c034
 @patch
 def with_options(self: LexiconBeamDecoder, **changes: Any) -> LexiconBeamDecoder:
-    "A decoder with other `SearchOptions` that shares the lexicon and the language model."
+    "A decoder with different `SearchOptions` that shares the lexicon and the language model."
     decoder = copy(self)
     decoder.options = replace(self.options, **changes)
     if changes.keys() & {'beam', 'lm_weight', 'word_score', 'fusion'}: decoder._use(self.vocabulary)
@@ -405,7 +405,7 @@ def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
 
 @patch
 def with_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> LexiconBeamDecoder:
-    "A decoder with another boost; lexicon, trie and language model are reused."
+    "A decoder with a different boost; lexicon, trie and language model are reused."
     decoder = copy(self)
     decoder._set_boost(boost)
     decoder._warn_of_guesses()

@@ -98,7 +98,7 @@ def posteriors(totals: Sequence[float] | np.ndarray, temperature: float) -> np.n
     return p/p.sum()
 
 class _NBest(NamedTuple):
-    "Data of an n-best list to which its entries refer."
+    "Data of an n-best list, shared by its entries."
     posteriors: dict[str, float]       # Posterior of each text
     words: Callable[[str], list[Word]] # Words of a text; raises `ValueError` if their times are unknown
     times: Callable[[str], np.ndarray] | None = None # Start and end of each word of a text [n_words, 2] in ms

@@ -65,7 +65,7 @@ def check_accelerator_present(kind: str, accelerator: str, n_batches: int, reaso
 
 # %% ../../nbs/devices/05_kaggle_machines.ipynb #c014
 def device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
-    "Print the device for training without starting it; returns a list with its problem."
+    "Print the device for training without starting it; returns its problem, if any."
     if framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 # %% ../../nbs/devices/08_processes.ipynb #c005
 def _is_adopted() -> bool:
-    "Whether PID 1 is the parent and runs another program than this one."
+    "Whether PID 1 is the parent and runs a different program."
     if os.getppid() != 1: return False
     try: return os.readlink('/proc/1/exe') != os.readlink('/proc/self/exe')
     except OSError: return True # Another user's process

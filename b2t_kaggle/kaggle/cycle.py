@@ -162,7 +162,7 @@ def read_plan(folder: Path) -> Plan | None:
         raise ValueError(f'{path}: not a valid plan of `b2t kaggle go` ({problem}); remove it') from None
 
 def save_plan(plan: Plan, folder: Path, retry: bool = False) -> None:
-    "Write the plan. Raises `ValueError` if the folder belongs to another cycle, or to one with other values."
+    "Write the plan. Raises `ValueError` if the folder belongs to another cycle, or its values differ."
     before = read_plan(folder)
     for key in ('name', 'accelerator', 'preset', 'overrides', 'lm', 'llms') if before else ():
         old, new = getattr(before, key), getattr(plan, key)

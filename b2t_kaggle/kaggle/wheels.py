@@ -107,7 +107,7 @@ _EPOCH = '315532800' # 1980, the earliest year in a zip file
 PURE = SIMULATION['pronouncing'] # Has no wheel on PyPI
 
 def build_kit(folder: Path, checkout: Path = Path(b2t_kaggle.__file__).parents[1]) -> None:
-    "Build the kit's wheel from a checkout, by default the running one. Raises `ValueError` for other folders."
+    "Build the kit's wheel from a checkout, by default the running one. Raises `ValueError` if it is not one."
     if not (checkout/'settings.ini').exists():
         raise ValueError(f'{checkout} is not a checkout of the kit (it has no settings.ini)')
     with scratch_folder() as source:

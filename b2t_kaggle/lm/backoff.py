@@ -43,7 +43,7 @@ def _ngram_rows(tables: list[BackoffTable], ids: np.ndarray, n_words: int) -> np
 def from_arpa(
     model: Arpa,                    # Model from `read_arpa`
     words: list[str] | None = None, # Vocabulary that includes the model's words; None: the model's
-    path: str | Path | None = None, # File of the model, for errors
+    path: str | Path | None = None, # Model file, named in errors
 ) -> BackoffModel:                  # The same model in arrays
     "Convert a model to arrays; raises `ArpaError` for a repeated n-gram or no `<s>` or `</s>`."
     prefix = f'{path}: ' if path else ''

@@ -36,7 +36,7 @@ class Boost(NamedTuple):
         return [[p.upper().rstrip('012') for p in w.split()] for w in (self.pronunciation or '').split('|') if w]
 
 def _checked(boost: Boost, bonuses: dict[str, float]) -> Boost:
-    "Normalise and check a boost; raises `ValueError` if it is unusable, or if its phrase has another bonus."
+    "Normalise and check a boost; raises `ValueError` if it is unusable, or its phrase has two bonuses."
     if not isinstance(boost.phrase, str): raise ValueError(f'found {boost.phrase!r}, expected a word or phrase')
     boost = boost._replace(phrase=normalize_sentence(boost.phrase))
     if not re.search('[a-z]', boost.phrase): raise ValueError('found no words')

@@ -414,14 +414,14 @@ def tree_inputs(
 def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: np.ndarray | None = None,
                  past=None) -> np.ndarray:
     """Log-probabilities of n sentences [n]; each node sees its ancestors unless `visible` [N, N] says otherwise.
-    `past` has keys and values of the tokens before all sentences."""
+    `past` has the keys and values of the shared prompt."""
     inputs = tree_inputs(model, tree, visible, past.get_seq_length() if past else 0)
     scores = _token_scores(model, inputs, tree.node, tree.target, separate_head, past)
     if past: past.crop(-len(tree.tokens))
     return np.bincount(tree.sentence, scores, minlength=n)
 
 def _read_prompt(model, tokens: Sequence[int]):
-    "Compute keys and values of the tokens before all sentences."
+    "Compute keys and values of the prompt that all sentences share."
     from transformers import DynamicCache
     past = DynamicCache()
     model.base_model(input_ids=torch.tensor([tokens], device=model.device), past_key_values=past, use_cache=True)

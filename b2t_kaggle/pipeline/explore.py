@@ -222,7 +222,7 @@ def error_data(
 ) -> dict:
     """All data of the page as JSON values.
 
-    Raises `PipelineError` without log-probabilities of val, or if the other run has other trials."""
+    Raises `PipelineError` without log-probabilities of val, or if the other run's trials differ."""
     results = run_results(run.run)
     changes = _changes(run, results, before)
     lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')

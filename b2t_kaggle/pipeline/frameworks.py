@@ -122,7 +122,7 @@ def convert(
     cfg: Config | None = None, # Model's configuration, for another implementation's file
 ) -> Path:
     """Write a trained model in another format, atomically. Raises `CheckpointError` for an
-    unreadable file or a model that the format lacks, `ValueError` for a name with another
+    unreadable file or a model that the format lacks, `ValueError` for a name with a wrong
     ending."""
     target = Path(target)
     to_tensorflow = target.name.endswith(_TENSORFLOW)

@@ -119,7 +119,7 @@ def run_results(run: Run) -> pd.DataFrame:
 def read_systems(run: Run, split: str) -> Hypotheses:
     """The best entries of a run and of the systems in `combine.sources`; prints the sources without this split.
 
-    Raises `PipelineError` for a system with other trials, or with the run's own sentences or name, `ValueError` if
+    Raises `PipelineError` for a system with different trials, or with the run's own sentences or name, `ValueError` if
     systems disagree about a trial."""
     path = run.hypotheses(split, list_stage(run.cfg, before='combine'))
     alone = read_hypotheses(path)

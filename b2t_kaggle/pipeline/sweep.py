@@ -99,7 +99,7 @@ class Sweep:
                 raise ConfigError(f'with {_as_text(point)}: {e}; nothing was begun') from None
 
     def _check_same(self) -> None:
-        "Raise an error if the study began with other values, another version or other sessions."
+        "Raise an error if the study began with different values, sessions or version."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
         values = changed_values(self.run.cfg, without=vain | set(self.ranges))
         groups = {'simulate', *config.TRAINING_GROUPS}

@@ -124,7 +124,7 @@ def write_weights(
 def read_weights(
     path: str | Path, # File from `write_weights`
 ) -> Weights:
-    "Read weights from a file; raises `ValueError` for other content."
+    "Read weights from a file; raises `ValueError` for invalid content."
     try:
         values = parse_json(read_text(path))
         if values['gate'] is None: values['gate'] = -np.inf

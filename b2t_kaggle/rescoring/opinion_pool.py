@@ -28,7 +28,7 @@ Voter = tuple[str, str, str] # System, model and decoder
 Kind = tuple[str, str]       # System and decoder
 
 def kind_of(voter: Voter) -> Kind:
-    "Kind of a voter; voters that differ only in the model are seeds of one kind."
+    "System and decoder of a voter, without the model, which differs between seeds."
     return voter[0], voter[2]
 
 def seeds_by_kind(

@@ -121,12 +121,12 @@ def transfer_weights(
     is_per_day: Callable[[str], bool], # Whether a parameter has a row per day
     day_of: dict[str, int],         # This run's day of each session
     sessions: list[str],            # Sessions of the trained model, in the order of its days
-    path: str | Path,               # The model's file, for errors
+    path: str | Path,               # Model file, named in errors
     participants: Sequence[str] = (), # Participants of this run, in the order of their rows
     theirs: Sequence[str] = (),     # Participants of the trained model, in the order of their rows
 ) -> None:
     """Replace `weights` in place; rows of sessions and participants that the trained model lacks
-    stay unchanged. Raises `TrainingError` for a model with other shapes."""
+    stay unchanged. Raises `TrainingError` if shapes differ."""
     def shapes(arrays): # The numbers of days and of participants may differ
         return {k: list(w.shape)[bool(is_per_day(k) or is_per_participant(k)):] for k, w in arrays.items()}
     expected = {k: w for k, w in weights.items() if k in new or not is_per_participant(k)}

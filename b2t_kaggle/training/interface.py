@@ -185,7 +185,7 @@ def start_from(self: Trainer,
     model,                          # This run's encoder; its `is_per_day` selects weights with a row per day
     load: Callable[[Path, str], tuple[dict[str, np.ndarray], Config]], # The framework's `load_weights`
 ) -> None:
-    "Take initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for other shapes."
+    "Take initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` if shapes differ."
     path: Any = self.cfg.train.init_checkpoint_path
     trained, cfg = load(path, 'in this training')
     participants = [list(group.participants) for group in (model.cfg, cfg.model)]

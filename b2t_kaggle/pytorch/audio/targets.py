@@ -64,7 +64,7 @@ _PACKAGES = 'b2t_kaggle', 'numpy', 'torch', 'transformers'
 _PART = 256  # Sentences in each part
 
 def _open_same(path: Path, fingerprint: dict) -> TargetStore:
-    "Open targets. Raises `AudioError` if they were made with another voice or tower."
+    "Open targets. Raises `AudioError` if they were made with a different voice or tower."
     store = TargetStore(path)
     different = [f'{part} {k} {new.get(k)} instead of {old.get(k)}' for part, new in fingerprint.items()
                  for old in [store.fingerprint[part]] for k in sorted((new.keys() | old.keys()) - {'name', 'revision'})
@@ -82,7 +82,7 @@ def build_targets(
     progress: bool = True,    # Whether to show a progress bar
 ) -> TargetStore:
     """Write the target of each distinct sentence to one file. Keeps existing targets, also from an interrupted call.
-    Raises `AudioError` if the file has another voice or tower, or a sentence cannot be spoken or encoded."""
+    Raises `AudioError` if the file has a different voice or tower, or a sentence cannot be spoken or encoded."""
     path = Path(path)
     parts = path.with_name(path.name + '.parts')
     fingerprint = dict(voice=voice.provenance(), tower=tower.provenance())

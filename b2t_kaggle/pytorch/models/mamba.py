@@ -156,7 +156,7 @@ class Mamba(Frontend):
         return (logits, new_states) if return_state else logits
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Frames:
-        "Padded frames, also on a CPU."
+        "Padded frames, even on a CPU."
         return self._padded(x, day_idx, n_bins)
 
     def decays(self, name: str, parameter: Tensor) -> bool:

@@ -109,7 +109,7 @@ class _Whiten(torch.autograd.Function):
             return edited, None, None, None, None
 
 class Whiten(nn.Module):
-    "Identity that changes gradients to keep channels uncorrelated, of equal variance (Yao et al., 2024)."
+    "Identity whose gradients keep channels uncorrelated and of equal variance (Yao et al., 2024)."
     def __init__(self,
         num_groups: int,                    # Number of groups of channels with separate covariances
         whitening_limit: FloatLike,         # Largest measure without penalty, 1 … C / `num_groups`

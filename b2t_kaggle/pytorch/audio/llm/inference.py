@@ -54,7 +54,7 @@ def generate(
     return written
 
 def distinct_texts(llm: AudioLanguageModel, answers: list[list[int]]) -> dict[str, bool]:
-    "Distinct sentences in the metric's normal form, and whether they ended; empty only if it is the only one."
+    "Distinct sentences in the metric's normal form, and whether they ended; an empty one only without others."
     texts: dict[str, bool] = {}
     for tokens in answers:
         ended = any(t in llm.ends for t in tokens)

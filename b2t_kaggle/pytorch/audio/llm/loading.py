@@ -59,7 +59,7 @@ def end_tokens(tokenizer, generation_config, name: str | Path) -> list[int]:
     raise AudioError(f'audio LLM {name}: has no end token; set eos_token in its tokenizer_config.json')
 
 def _whisper(name: str, whole, tokenizer, is_quantized: bool) -> WhisperReader:
-    "Whisper whose answers start with the tokens for English, transcription, and no timestamps, if they exist."
+    "Reader whose answers start with the tokens for English, transcription and no timestamps, if they exist."
     options = '<|en|>', '<|transcribe|>', '<|notimestamps|>'
     if not getattr(whole.generation_config, 'is_multilingual', True): options = options[2:]
     vocabulary = tokenizer.get_vocab()
@@ -68,7 +68,7 @@ def _whisper(name: str, whole, tokenizer, is_quantized: bool) -> WhisperReader:
     return WhisperReader(name, whole, tokenizer, start, ends, is_quantized)
 
 def prompt_tokens(processor, prompt: str, name: str | Path) -> tuple[list[int], list[int]]:
-    "Token IDs of the chat template before and after speech. Raises `AudioError` unless it has speech once."
+    "Token IDs of the chat template before and after speech. Raises `AudioError` unless speech occurs once."
     content = [dict(type='audio', audio_url=''), dict(type='text', text=prompt)]
     chat = processor.apply_chat_template([dict(role='user', content=content)], add_generation_prompt=True,
                                          tokenize=False)

@@ -125,7 +125,7 @@ def build_encoder(cfg: ZipformerConfig) -> Zipformer2:
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c018
 def icefall_state(content: Mapping) -> dict[str, Tensor]:
-    "State dict of icefall's `Zipformer2`, tensors `[…]` by name. Raises `ValueError` for other contents."
+    "State dict of icefall's `Zipformer2`, tensors `[…]` by name. Raises `ValueError` if it is missing."
     state = content['model'] if isinstance(content.get('model'), Mapping) else content
     state = {k.removeprefix('module.'): v for k, v in state.items()}
     prefix = 'encoder.' if any(k.startswith('encoder.encoders.') for k in state) else ''
@@ -140,7 +140,7 @@ def icefall_state(content: Mapping) -> dict[str, Tensor]:
 
 @patch
 def reference_weights(self: Zipformer, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
-    "The encoder, and icefall's weights `[…]` by name. Raises `ValueError` for other contents."
+    "The encoder, and icefall's weights `[…]` by name. Raises `ValueError` without them."
     return self.encoder, icefall_state(content)
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c023

@@ -58,7 +58,7 @@ def whiten(limit: float, ratio: float = 2.0, num_groups: int = 1, grad_scale: fl
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c017
 def scores_of_sources(by_distance: Tensor) -> Tensor:
-    "Scores by distance as scores by source frame `[…, T, L + T]` (Dai et al., 2019, appendix B)."
+    "Convert scores by distance to scores by source frame `[…, T, L + T]` (Dai et al., 2019, appendix B)."
     *batch, T, R = by_distance.shape
     if T == 1: return by_distance
     flat = by_distance.reshape(*batch, T * R)[..., T - 1:T - 1 + T * (R - 1)]
