@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.files import reached_limit, set_home_variables, write_error
 from ..core.locks import Lock, LockedError
-from ..core.messages import with_command_named
+from ..core.messages import printable, with_command_named
 from ..devices.interrupts import Ended, handled
 from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import detect
@@ -163,7 +163,8 @@ def _run_if_stale(stage: StageRun, forced: bool) -> str:
         status = 'forced' if forced else stage.status()
         if status == 'done': return status
         if forced: stage.discard()
-        print(f'── {name}: {STAGES[name].does} ({status if forced else stage.reason()})', file=sys.stderr, flush=True)
+        print(f'── {name}: {STAGES[name].does} ({printable(status if forced else stage.reason())})', file=sys.stderr,
+              flush=True)
         if not STAGES[name].shared: run.save()
         try:
             execute(run, name)
