@@ -266,7 +266,7 @@ def unchanged(
     paths: Iterable[str | Path], # Files that the block reads
     purpose: str,                # Participle for the error, such as `packed`
 ) -> Iterator[None]:
-    "Raise `ChangedError` if a file changes in the block, also in place of errors, its probable effects."
+    "Raise `ChangedError` if a file changes in the block, even instead of an error that it may have caused."
     before = {path: file_state(path) for path in map(Path, paths)}
     def check(error: Exception | None = None):
         for path, state in before.items():

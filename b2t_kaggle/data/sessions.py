@@ -456,7 +456,7 @@ def _check_session_files(folder: Path) -> Iterator[Problem]:
         yield Problem(str(folder), '', '', 'no data file', _FILE_NAMES, 'remove the folder, or fetch its files')
 
 def _check_folders(data_dir: Path, selected: list[str] | None = None) -> Iterator[Problem]:
-    "Problems of empty and missing sessions; if all are selected, also of folders like sessions."
+    "Problems of empty and missing sessions; if all are selected, also of misnamed folders."
     sessions = list_sessions(data_dir)
     for name in sorted(p.name for p in data_dir.iterdir()) if selected is None else selected:
         folder = data_dir/name

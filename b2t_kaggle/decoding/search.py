@@ -308,7 +308,7 @@ def _overflows(count, arena_size, n, more) -> bool:
 
 @_jit
 def _begin_at(candidate, node, ngram_state, label, history, score):
-    "Set a candidate to a node that it just reached; no blank follows yet."
+    "Move a candidate to a node; no blank follows yet."
     candidate.node = node
     candidate.state = ngram_state
     candidate.label = label

@@ -79,7 +79,7 @@ class Plan:
     hours: float | None = None   # Training hours per seed; None: as many as needed
     overrides: dict[str, Any] = field(default_factory=dict) # Configuration values
     seeds: int = 1               # Number of models, combined by voting
-    lm: str | None = None        # Dataset with the n-gram; None: one of the transcripts
+    lm: str | None = None        # Dataset with the n-gram; None: made from transcripts
     lm_source: str | None = None # Public model or file to upload as this dataset; None: it exists
     llms: list[str] = field(default_factory=list) # Datasets and models of Kaggle with an LLM
     python: str | None = None    # Version of the image's Python, if not that in `images.yaml`

@@ -200,7 +200,7 @@ def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attache
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
     # Child processes redraw progress bars twice a minute
     variables = dict(TQDM_MININTERVAL='30', TQDM_MAXINTERVAL='30', B2T_XLA_CACHE=str(run_dir/'xla'),
-                     B2T_COMMAND='!python -m b2t_kaggle.cli', # Works also with a source folder
+                     B2T_COMMAND='!python -m b2t_kaggle.cli', # Also works with a source folder
                      PYDEVD_DISABLE_FILE_VALIDATION='1')      # No debugger warnings
     for name, value in variables.items(): os.environ.setdefault(name, value)
     inputs = _find_attached(input_dir)

@@ -122,7 +122,7 @@ def build_wheels(
     folder: str | Path,                # Folder to write
     packages: Iterable[str] = (),      # Further requirements, in pip's syntax
 ) -> dict:                             # Content of `manifest.json`
-    """Write a folder of wheels from which the kit can be installed offline. Raises `RuntimeError` in the cases of
+    """Write a folder of wheels from which the kit can be installed offline. Raises `RuntimeError` as does
     `Image.plan_installation`."""
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder/'manifest.json').exists():

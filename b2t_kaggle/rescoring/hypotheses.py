@@ -84,7 +84,7 @@ def voter_name(
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c007
 @dataclass
 class Hypotheses:
-    "Trials and the sentences proposed for them, in the order of reading."
+    "Trials and the sentences proposed for them, in the order they were read."
     trials: dict[str, Trial] = field(default_factory=dict)
     entries: dict[str, list[Entry]] = field(default_factory=dict)
     sources: dict[tuple, set[str]] = field(default_factory=dict) # Of each voter, from `read_sources_together`

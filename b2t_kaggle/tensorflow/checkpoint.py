@@ -53,7 +53,7 @@ def _write(path: str | Path, model: NamedModel, values: dict, optimizer: Mapping
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def weights_file(path: str | Path) -> Path:
-    "The weights file: `path` itself, or in this folder or its `train`. Raises `CheckpointError`, also for PyTorch's."
+    "The weights file: `path` itself, or in this folder or its `train`. Raises `CheckpointError` if it is PyTorch's."
     file = find_checkpoint(path, 'tensorflow') or find_checkpoint(path, 'pytorch')
     if not file: raise CheckpointError(f'{path}: holds no checkpoint; expected best{_ENDING}')
     if not file.is_file(): raise CheckpointError(f'{path}: there is no such file')

@@ -111,7 +111,7 @@ def distribute(batches: Callable[[], Iterable[dict[str, np.ndarray]]], strategy:
     spec = {k: tf.TensorSpec([None] * v.ndim, v.dtype) for k, v in example.items()}
     spec['x'] = tf.TensorSpec([None, None, example['x'].shape[2]], example['x'].dtype)
     options = tf.data.Options()
-    # With autotuning, a dataset may take a minute to end, also when a strategy fetches from it
+    # With autotuning, a dataset may take a minute to end, even when a strategy fetches from it
     options.autotune.enabled = False
     dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(2 * n_devices)
     arrived = iter(dataset.with_options(options))

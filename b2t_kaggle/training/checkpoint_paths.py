@@ -23,7 +23,7 @@ _PLACES = dict(
 )
 
 def find_checkpoint(path: str | Path, framework: str) -> Path | None:
-    "The file with the model; None if this framework has none in the folder. A file is returned unchanged."
+    "The model's file; None if the folder has none for this framework. A file is returned unchanged."
     path = Path(path)
     if not path.is_dir(): return path
     return next((path/p for p in _PLACES[framework] if (path/p).is_file()), None)
