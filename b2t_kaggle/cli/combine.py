@@ -219,7 +219,7 @@ def _pooled(hypotheses: Hypotheses, teachers: Hypotheses, lm: Path | None, llm: 
     _show_pool(pool, hypotheses.voters)
     return pool.predict(hypotheses, *models), {v: pool.weights.get(kind_of(v), 0.) for v in hypotheses.voters}
 
-_MOST = 12 # Limit of voters compared pairwise
+_MOST = 12 # Maximum voters to compare pairwise
 
 def _show_heard(hypotheses: Hypotheses, combined: Sequence[Combined], weights: dict) -> None:
     "Print each voter's share of the weight, and the rate of words that differ between any two."

@@ -94,7 +94,7 @@ def _tables(systems: dict[str, list[dict]], references: Mapping[str, str | None]
     return comparison.same_trials(tables)
 
 # %% ../../nbs/cli/08_compare.ipynb #c011
-_MOST = 4 # Limit of systems that are shown group by group
+_MOST = 4 # Maximum systems shown group by group
 
 _NOTES = '''A − B: the error rate of A minus the rate of B, negative if A has fewer errors. In parentheses: 95 %
 intervals of the paired bootstrap over trials. A star: the interval of a difference in ten trials or more excludes zero;

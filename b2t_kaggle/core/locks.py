@@ -31,7 +31,7 @@ class LockedError(RuntimeError):
 
 _BEAT = 20    # Seconds between two touches of a holder's file
 _SILENT = 180 # Seconds without a touch until a remote holder counts as dead
-_EMPTY = 10   # Seconds for which an empty file counts
+_EMPTY = 10   # Seconds for which an empty file is valid
 
 def _read_holder(path: Path) -> dict | None:
     "The process named in a lock file, or `None`."

@@ -41,7 +41,7 @@ MAX_LINE_BYTES = 1 << 24      # Length of a line of text; a whole book has a ten
 MAX_MEMBER_BYTES = 1 << 26    # Size of a member of an archive that is read whole; the largest one has 28 million
 MAX_NGRAM_BYTES = 1 << 16     # Length of a line of an n-gram model: a few words
 MAX_WHOLE = 10**12            # Largest whole number in a configuration; 64 bits hold it and its product with a size
-MAX_FEATURES = 8_192          # Features of a bin; the arrays give 512, and a day layer has their square
+MAX_FEATURES = 8_192          # Features per bin; the arrays give 512, and a day layer has n² weights
 MAX_MODEL_SIZE = 100_000      # Units, features, classes or bins of a model, in a configuration
 MAX_LAYERS = 1_000            # Layers of a model; the deepest encoder here has 20
 
@@ -285,7 +285,7 @@ def read_attribute(
 
 # %% ../../nbs/core/03_reading.ipynb #c032
 def check_hdf5(f: 'h5py.File') -> None:
-    "Raise `ReadError` if a link or a data set points into another file, or values take far more memory than space."
+    "Raise `ReadError` if a link or a data set points into another file, or values take far more memory than disk."
     import h5py
     seen = set()
     groups = [f['/']]

@@ -281,7 +281,7 @@ def _draw_shared(rng: np.random.Generator) -> np.ndarray: return 0.12*rng.standa
 def _first_day(rng: np.random.Generator) -> _Implant:
     directions, gain, rate = _draw_tuning(rng)
     crossings, power = np.split(directions, 2)
-    power = _wander(crossings, power, 0.8)  # power of the same neurons and of farther ones
+    power = _wander(crossings, power, 0.8)  # power of the same neurons and of more distant ones
     lag = rng.integers(0, _MAX_LAG + 1, N_ELECTRODES)
     alive = rng.random(N_ELECTRODES) > 0.1
     shared = _draw_shared(rng)

@@ -97,7 +97,7 @@ class Model(NamedTuple):
 class Search:
     """A CTC prefix beam search (Hannun et al., 2014) for one trial at a time.
 
-    The compiled search pauses when it needs something from Python, such as answers of KenLM or larger arrays."""
+    The compiled search pauses when it needs something from Python, such as answers from KenLM or larger arrays."""
     def __init__(self,
         trie: Trie,                # Trie of the lexicon
         scorer: NGramScorer | HistoryScorer, # n-gram scores, perhaps with a fusion

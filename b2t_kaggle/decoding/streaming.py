@@ -55,7 +55,7 @@ class Stream:
         if getattr(self, '_search', None) is not None: self.decoder.return_search(self._search)
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c015
-_AROUND = 100 # Number of texts behind the confidences of partial words
+_AROUND = 100 # Number of texts used for confidences of partial words
 
 @patch
 def partial_words(self: Stream) -> list[Word]:

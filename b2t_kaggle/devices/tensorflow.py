@@ -173,7 +173,7 @@ def tensorflow_gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: str) -> Device:
-    "TensorFlow's GPUs or processor; `failure`, of a TPU to start, is added to the reason. Raises `DeviceError`."
+    "TensorFlow's GPUs or processor; adds `failure` (a TPU's error) to the reason. Raises `DeviceError`."
     import tensorflow as tf
     gpus = tensorflow_gpus()
     hidden = ''

@@ -214,7 +214,7 @@ def check_stages(
     run: Run,
     until: str | None,          # Last stage; None: all
     force: Iterable[str],       # Stages to repeat even if they are done
-    done: Collection[str] = (), # Stages whose results the run will take over
+    done: Collection[str] = (), # Stages whose results the run will reuse
 ) -> set[str]:
     """Stages that have to run.
 

@@ -247,7 +247,7 @@ def best_gate(self: _TrialScores, w: Weights) -> float:
     opened = self.winner_errors(replace(w, gate=-np.inf))
     order = np.argsort(self.ngram_per_word, kind='stable')
     score = self.ngram_per_word[order]
-    added = np.cumsum((closed - opened)[order]) # Errors added if the gate closes up to a trial
+    added = np.cumsum((closed - opened)[order]) # Errors added if the gate closes for all trials up to this one
     places = np.flatnonzero(score[:-1] < score[1:])
     if not len(places) or added[places].min() >= 0: return -np.inf
     i = places[added[places].argmin()]

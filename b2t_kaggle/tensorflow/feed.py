@@ -163,5 +163,5 @@ class BatchLoader:
         return rows(self.batcher, trials, self.store.day) | dict(seeds=trial_seeds(self.seed, step, len(trials)))
 
     def __call__(self, first: int, end: int) -> Iterable:
-        "The batches of the steps from `first` to before `end`, on the devices."
+        "The batches of the steps `first` to `end - 1`, on the devices."
         return distribute(lambda: map(self.batch, range(first, end)), self.strategy) if first < end else []

@@ -16,7 +16,7 @@ from .stage import Artefact, PipelineError, Result, Stage
 from ...training.checkpoint_paths import checkpoint_files
 
 # %% ../../../nbs/pipeline/stages/06_infer.ipynb #c005
-SPLIT_VARIABLE = 'B2T_SPLIT' # The only split to infer, unless the other one is done
+SPLIT_VARIABLE = 'B2T_SPLIT' # Split to infer; the other is only read if it is done
 
 def _infer_splits(run, progress, stores) -> dict:
     "Log-probabilities of test, and of val if time allows; results of an earlier execution are reused."

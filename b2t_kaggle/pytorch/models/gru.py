@@ -44,7 +44,7 @@ def _load_official(module: nn.Module, state: dict[str, Tensor], prefix: str, *_)
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c009
 def init_gru(gru: GRU) -> None:
-    "Initialise weights like the official baseline: recurrent ones orthogonal, others Glorot and Bengio, 2010."
+    "Initialise weights like the official baseline: recurrent ones orthogonal, others as in Glorot and Bengio, 2010."
     for name, p in gru.named_parameters():
         if 'weight_hh' in name: nn.init.orthogonal_(p)
         if 'weight_ih' in name: nn.init.xavier_uniform_(p)

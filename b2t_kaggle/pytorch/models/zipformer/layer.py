@@ -166,7 +166,7 @@ class Zipformer2Encoder(nn.Module):
         pos_dim: int,                          # Number of columns of the positional table
         dropout: FloatLike,                    # Unused, because the layer has its own dropout
         warmup_begin: float,                   # Batch at which the first skip rate begins to fall
-        warmup_end: float,                     # Batch at which the last skip rate is final
+        warmup_end: float,                     # Batch at which the last skip rate stops falling
         final_layerdrop_rate: float = 0.05,    # Final fraction of trials that skip a layer
     ):
         super().__init__()
