@@ -89,7 +89,7 @@ def clear_leftovers(
 
 # %% ../../nbs/core/02_files.ipynb #c016
 class WriteError(OSError):
-    "A file that was not written; the message names it, why, what was kept, and what to do."
+    "A file that was not written; the message says which, why, what was kept, and what to do."
 
 _MAKE_ROOM = 'make room there, or choose a folder on another disk (TMPDIR for temporary files)'
 _RAISE = 'raise that limit'

@@ -300,7 +300,7 @@ def check_accelerator(accelerator: str) -> None:
         raise DeviceError(f'accelerator {accelerator!r} does not exist; choose one of {", ".join(ACCELERATORS)}')
 
 def choose_precision(precision: str, native: bool, reason: str = '', otherwise: str = 'float32') -> tuple[str, str]:
-    "Precision and its reason: `auto` is bfloat16 on a device that computes it natively. Raises `DeviceError`."
+    "Precision and its reason: `auto` is bfloat16 on a device that supports it natively. Raises `DeviceError`."
     if precision not in PRECISIONS:
         raise DeviceError(f'precision {precision!r} does not exist; choose one of {", ".join(PRECISIONS)}')
     if precision != 'auto': return precision, f'{precision} asked for'

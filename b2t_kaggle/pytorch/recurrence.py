@@ -312,7 +312,7 @@ def gru_layer(
     by_trial: bool = False, # Whether `x` is packed trial after trial instead
     reverse: bool = False,  # Whether to read from the last frame to the first
 ) -> Tensor:
-    "States `[N, H]`, ordered by time, of a GRU layer on a CPU, as `nn.GRU` (Cho et al., 2014, in cuDNN's form)."
+    "States `[N, H]`, ordered by time, of a GRU layer on a CPU, like `nn.GRU` (Cho et al., 2014, in cuDNN's form)."
     gates = linear(x, w_ih, b_ih)
     if by_trial: gates = permute(gates, order.from_trials, order.to_trials)
     if reverse: gates = permute(gates, order.mirror, order.mirror)

@@ -146,7 +146,7 @@ def _word_forms(word: str, capitals: bool) -> list[str]:
     return [word, capital] if capitals and capital != word else [word]
 
 def _counted_forms(lengths: Sequence[int], first: np.ndarray) -> list[int]:
-    """Indices of forms that count: single tokens and those that could be as probable, given each
+    """Indices of forms to count: single tokens, and longer ones that could be as probable, given each
     form's number of tokens and the log-probability of its first token [n]."""
     single = [p for n, p in zip(lengths, first) if n == 1]
     least = max(single, default=-np.inf) - _FORM_GAP

@@ -17,7 +17,7 @@ from .encoder import Encoder
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c006
 def shifted_rows(v: tf.Tensor) -> tf.Tensor:
-    "A number for each pair of frames `[H, T', T']`, query first, from the numbers by distance."
+    "Expand a number per distance to one per pair of frames `[H, T', T']`, query first."
     H, n = v.shape
     T = (n + 1) // 2
     copies = tf.tile(tf.pad(v, [[0, 0], [0, 1]]), [1, T])
