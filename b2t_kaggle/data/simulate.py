@@ -340,7 +340,7 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
 
 # %% ../../nbs/data/02_simulate.ipynb #c045
 _SLOW = 0.2            # Time constant of the slow noise, in s
-_SLOW_SIZE = 0.28, 0.18 # Its standard deviation in the log of crossings and of power
+_SLOW_SIZE = 0.28, 0.18 # Standard deviation in log crossings and in log power
 _OF_ALL = 0.2          # Share of its variance common to all electrodes
 _OF_ARRAY = 0.15       # Share common to the electrodes of an array
 _NEIGHBOUR = 0.65      # Correlation of the rest between neighbours

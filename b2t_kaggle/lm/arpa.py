@@ -236,7 +236,7 @@ def word_table(
     return table
 
 def word_ids(
-    table: WordTable,         # From `word_table`
+    table: WordTable,         # Table of words
     words: Collection[bytes], # Any words
 ) -> np.ndarray:              # Numbers of the words [W] int32, -1 for unknown words
     "Look up the numbers of words."

@@ -87,7 +87,7 @@ class Hypotheses:
     "Trials and the sentences proposed for them, in the order they were read."
     trials: dict[str, Trial] = field(default_factory=dict)
     entries: dict[str, list[Entry]] = field(default_factory=dict)
-    sources: dict[tuple, set[str]] = field(default_factory=dict) # Of each voter, from `read_sources_together`
+    sources: dict[tuple, set[str]] = field(default_factory=dict) # Sources by voter, from `read_sources_together`
 
     def add(self,
         trial: Trial, # Facts to merge with those from earlier calls

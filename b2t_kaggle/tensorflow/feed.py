@@ -33,7 +33,7 @@ def _say_that_it_compiles() -> None:
 @dataclass
 class Strategy:
     "Devices of a run, to which TensorFlow distributes its batches."
-    device: Device                       # From `pick_tensorflow`
+    device: Device                       # Kind and precision
     distribution: tf.distribute.Strategy # Over its devices
 
     is_main_process = True # There is one process

@@ -122,7 +122,7 @@ def _each(trackers: dict[str, Tracker], when: str, call: Callable[[Tracker], Non
 
 @contextmanager
 def tracking(
-    names: Iterable[str], # From `tracker_names`
+    names: Iterable[str], # Names of trackers
     run: TrackedRun,
 ) -> Iterator[Callable[[list[dict], dict[str, float]], None] | None]:
     "Logger of new rows and session PERs; None if no tracker is set. Raises `TrainingError` if one cannot start."

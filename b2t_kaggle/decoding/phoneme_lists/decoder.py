@@ -110,7 +110,7 @@ def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> lis
 
 def decode_lists(
     lists: Sequence[PhonemeList],
-    lexicon: Lexicon,        # From `b2t_kaggle.phonemes.build_lexicon`, preferably with variants=False
+    lexicon: Lexicon,        # Lexicon, preferably from `build_lexicon` with variants=False
     lm: NGram | Automaton,
     model: ConfusionModel,   # Result of `fit_confusions`
     beam: int = _BEAM,       # Hypotheses kept per frame

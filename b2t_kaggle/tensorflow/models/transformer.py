@@ -52,7 +52,7 @@ def layer_norm(n: int) -> keras.layers.LayerNormalization:
 def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, added: tf.Tensor, p: float = 0., seeds: tf.Tensor | None = None,
            site: int = 300) -> tf.Tensor:
     """Weighted sums of values `[B, H, T', head_dim]`, concatenated, `[B, T', H · head_dim]` (Vaswani et al.,
-    2017). `added` is added to the scores, float32 `[B, H, T', T']`; weights have dropout of `p`."""
+    2017). `added` is added to the scores, float32 `[B, H, T', T']`; `p` is the dropout of the weights."""
     H, T, h = q.shape[1:]
     scores = tf.linalg.matmul(q * tf.cast(h**-0.5, q.dtype), k, transpose_b=True)
     weights = dropout(tf.nn.softmax(tf.cast(scores, tf.float32) + added), p, seeds, site)

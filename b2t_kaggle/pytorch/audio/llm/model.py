@@ -38,7 +38,7 @@ class EncoderOutput(NamedTuple):
 class BrainEncoder(nn.Module):
     "Encoder of the kit with a projector for its states."
     def __init__(self,
-        encoder: Encoder, # From `build_model`; its output is extended by the states
+        encoder: Encoder, # Model whose output is extended by its states
         dimension: int,   # Length of a vector, D
         stack: int = 1,   # Number of frames per vector
     ):

@@ -182,7 +182,7 @@ class Zipformer2Encoder(nn.Module):
     def forward(self, src: Tensor, chunk_size: int = -1, feature_mask: Tensor | float = 1.0,
                 attn_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
                 lens: Tensor | None = None) -> Tensor:
-        """Output of the stack `[T, B, C]`. Arguments are those of a layer and `feature_mask`
+        """Output of the stack `[T, B, C]`. Takes a layer's arguments and `feature_mask`
         `[1, B, C]`, which is 0 for a trial's dropped channels; `lens` is unused."""
         pos_emb = self.encoder_pos(src)
         src = src * feature_mask
