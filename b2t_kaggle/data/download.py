@@ -236,7 +236,7 @@ def unpack_zip(
                 for m in members:
                     archive.extract(m, scratch) # Reads at most the size above, and verifies a checksum
                     bar.update(m.file_size)
-    except Exception as e: # Damaged archives raise many kinds
+    except Exception as e: # Damaged archives raise various errors
         if isinstance(e, WriteError) or getattr(e, 'errno', None) not in (None, errno.EINVAL): raise
         raise DownloadError(f'{path}: was not unpacked ({e}); delete it and fetch it again') from None
     return folder

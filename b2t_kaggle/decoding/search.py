@@ -28,7 +28,7 @@ _HYP = np.dtype([ # A hypothesis
     ('blank', np.float32),       # Score of paths that end in a blank
     ('label_history', np.int32), # History of the label path: entry of the arena
     ('blank_history', np.int32),
-    ('score', np.float32),       # The better score, with look-ahead; decides who stays in the beam
+    ('score', np.float32),       # The better score, with look-ahead; decides what stays in the beam
 ])
 
 _ENTRY = np.dtype([ # Entry of the arena; entry 0 is the empty history
@@ -42,8 +42,8 @@ _ENTRY = np.dtype([ # Entry of the arena; entry 0 is the empty history
 
 _PATH = np.dtype([ # Intermediate results for a hypothesis in a frame
     ('taken', np.int64),   # Bit s: the child of class s is in the beam and already has this path
-    ('score', np.float32), # Better one of its two scores
-    ('history', np.int32), # History of the better score
+    ('score', np.float32), # The better of its two scores
+    ('history', np.int32), # History with the better score
 ])
 
 _PLACE = np.dtype([ # Slot of the hash table

@@ -111,7 +111,7 @@ def empty_table(n: int) -> np.ndarray:
 def first_place(
     arcs, # Hash table
     key,  # state · 2^32 + word
-) -> int: # Index of the key, or of another key that took it
+) -> int: # Index of the key, unless it is taken by another
     "The index at which the search for an arc begins."
     h = key ^ (key >> 31)
     h *= -7046029254386353131 # Fibonacci hashing, 2^64 / golden ratio

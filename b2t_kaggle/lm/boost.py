@@ -150,7 +150,7 @@ def phrase_automaton(
     n_words: int, # Number of words, including `<unk>` and `</s>`
 ) -> Arrays:      # Arrays with scores in the unit of the bonuses
     "Build the automaton of phrases; the score of a word is its share of the bonuses."
-    held: dict[tuple[int, ...], float] = {(): 0.} # The bonus that each beginning of a phrase, a state, has paid ahead
+    held: dict[tuple[int, ...], float] = {(): 0.} # Bonus that each state, the beginning of a phrase, has paid so far
     for phrase, bonus in bonuses.items():
         for j in range(1, len(phrase)): held[phrase[:j]] = max(0., held.get(phrase[:j], 0.), bonus*j/len(phrase))
     number = {words: i for i, words in enumerate(sorted(held, key=len))}

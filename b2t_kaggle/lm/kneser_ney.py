@@ -146,7 +146,7 @@ def kneser_ney(
         adjusted = _adjusted_counts(tables, n)
         last_plain = last_plain and t.first[-1] != BOS and n < len(tables) - 1
         discounts, fallback = _discounts(adjusted, t.count[-1] if last_plain else None)
-        discount = np.where(is_kept, discounts[np.minimum(adjusted, 3)], adjusted) # Pruned n-grams give all mass
+        discount = np.where(is_kept, discounts[np.minimum(adjusted, 3)], adjusted) # Pruned n-grams give up all mass
         total = np.bincount(t.context, weights=adjusted, minlength=len(lower))
         gamma = np.divide(np.bincount(t.context, weights=discount, minlength=len(lower)), total,
                           out=np.ones(len(lower)), where=total > 0)

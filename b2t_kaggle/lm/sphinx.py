@@ -52,7 +52,7 @@ def read_sphinx(
                 data = read_member(archive, models[0])
                 licences = [n for n in names if re.search(r'\.dist-info/(licenses/)?LICENSE', n)]
                 if licences: licence = read_member(archive, licences[0]).decode(errors='replace')
-        except Exception as e: # Damaged archives raise many kinds
+        except Exception as e: # Damaged archives raise various errors
             raise SphinxError(f'{path}: damaged or unreadable zip archive ({e}); fetch it again') from None
     else:
         data = path.read_bytes()

@@ -122,7 +122,7 @@ def read_trials(path: str | Path) -> list[ForeignTrial]:
         if path.suffix == '.npy': return _trials(_load(path))
         check_is_file(path)
         return _trials(_Arrays(io.BytesIO(path.read_bytes())).load())
-    except Exception as e: # A damaged archive or pickle can raise any
+    except Exception as e: # Damaged archives and pickles raise various errors
         raise LogitError(printable(f'{path}: {e}; expected .npz, .npy or .pkl with arrays [frames, classes]')) from None
 
 def normalised(x: np.ndarray, name: str) -> np.ndarray:

@@ -125,7 +125,7 @@ def begin(self: StageRun) -> StageRun:
     self.pending = stamp.get('pending', {}) if is_same else {}
     self._clear_leftovers()
     self.started = time.time()
-    if not STAGES[self.name].shared: self.run.save() # Else when done: bad sessions leave it unchanged
+    if not STAGES[self.name].shared: self.run.save() # Shared stages save when done, unless sessions are bad
     write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
     return self
 

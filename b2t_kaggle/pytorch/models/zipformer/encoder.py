@@ -36,7 +36,7 @@ class Zipformer2(nn.Module):
         cnn_module_kernel: int | tuple[int, ...] = 31,     # Convolution kernel size in frames
         pos_dim: int = 192,                                # Width of the positional table
         dropout: FloatLike | None = None,                  # Dropout; None: from 0.3 to 0.1 in 20,000 batches
-        warmup_batches: float = 4000.0,                    # Batches until all skip rates are final
+        warmup_batches: float = 4000.0,                    # Batches until all skip rates stop falling
         causal: bool = False,                              # Whether later chunks are masked
         chunk_size: tuple[int, ...] = (-1,),               # Choices of frames per chunk; −1 means one chunk
         left_context_frames: tuple[int, ...] = (-1,),      # Choices of frames to see before a chunk; −1 means all
