@@ -704,7 +704,7 @@ def best_words(self: Search) -> np.ndarray:
 
 @patch(as_prop=True)
 def was_cut(self: Search) -> bool:
-    "Whether the threshold, besides the beam, may have dropped hypotheses of the trial."
+    "Whether the threshold, not just the beam, may have dropped hypotheses of the trial."
     return bool(self.count['n_cut'] and self.count['n_hyps'] < self.options.beam)
 
 @patch
