@@ -181,7 +181,7 @@ def _without_kenlm():
 
 
 def pytest_ignore_collect(collection_path, config):
-    "With `-k`, a file without any of the words is not even imported; a notebook is selected by its name."
+    "With `-k`, do not import files that contain none of the words; a notebook is selected by its name."
     from b2t_kaggle.config.encoders.encoder import encoder_names
     words = re.findall(r'\w+', config.option.keyword.lower())
     if not words or 'not' in words or not collection_path.is_file(): return None

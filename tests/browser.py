@@ -1,6 +1,7 @@
-"""A headless Chromium, spoken to through its driver (W3C WebDriver), for tests of pages.
+"""A headless Chromium, controlled through its driver (W3C WebDriver), for tests of pages.
 
-Debian has both as the packages chromium and chromium-driver."""
+Debian packages them as chromium and chromium-driver.
+"""
 import base64
 import json
 import shutil
@@ -18,8 +19,8 @@ QUIET = ['--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-
          '--disable-component-update', '--disable-background-networking', '--hide-scrollbars',
          '--allow-file-access-from-files', '--disable-dev-shm-usage'] # A container's /dev/shm is too small
 WIDTHS = dict(phone=390, desktop=1280)
-WAIT = 60   # Seconds for one command
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({})) # The driver is on this machine
+WAIT = 60   # Timeout of one command, in seconds
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({})) # Bypasses proxies
 
 
 class Browser:
@@ -38,7 +39,7 @@ class Browser:
     def command(self, name: str, **params): return self.ask('/goog/cdp/execute', dict(cmd=name, params=params))
 
     def show(self, page: Path, width: int, dark: bool = False):
-        "Open a page at a width."
+        "Open a page in a window of this width."
         self.command('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1,
                      mobile=width < 600)
         scheme = dict(name='prefers-color-scheme', value='dark' if dark else 'light')
@@ -46,11 +47,11 @@ class Browser:
         self.ask('/url', dict(url=page.resolve().as_uri()))
 
     def run(self, script: str):
-        "What a script returns."
+        "Run a script and return its result."
         return self.ask('/execute/sync', dict(script=script, args=[]))
 
     def messages(self) -> list[str]:
-        "What the console said since the last time."
+        "Console messages since the last call."
         return [entry['message'] for entry in self.ask('/se/log', dict(type='browser'))]
 
     def picture(self, path: Path, whole: bool = True):
@@ -58,7 +59,7 @@ class Browser:
         path.write_bytes(base64.b64decode(shot['data']))
 
 
-# What is wider than the window, though nothing around it can be scrolled sideways
+# Elements wider than the window that no surrounding element lets a reader scroll sideways
 TOO_WIDE = '''
 const wide = []
 for (const e of document.querySelectorAll('body *')) {
@@ -75,7 +76,7 @@ SCROLLED = '''
 return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1)
   .map(e => e.textContent.trim().slice(0, 60))
 '''
-# The least contrast of text with what is behind it (WCAG), and where that is
+# The lowest contrast (WCAG) between text and its background, and where it occurs
 CONTRAST = '''
 const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
 const light = c => { const [r, g, b] = c.map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
@@ -94,7 +95,7 @@ return least
 '''
 
 
-# Ends the driver with its browser when its own input closes: the test is over, or was killed
+# Ends the driver and its browser when its standard input closes, which happens when the test is over or was killed
 _KEEPER = '''
 import os, shutil, signal, subprocess, sys
 folder, *command = sys.argv[1:]
@@ -110,7 +111,7 @@ shutil.rmtree(folder, ignore_errors=True)
 
 @contextmanager
 def browser():
-    "A browser that is gone afterwards, also when this process is killed."
+    "Start a browser that ends after the block, even if this process is killed."
     folder = Path(tempfile.mkdtemp(prefix='b2t-browser-'))
     command = [sys.executable, '-c', _KEEPER, folder, DRIVER, '--port=0']
     keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

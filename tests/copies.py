@@ -1,5 +1,5 @@
-"""Processes that have imported everything already: copies of one that was started for that and has done nothing else.
-Importing a framework takes longer than what most tests do with it."""
+"""Forks of a process that has already imported large packages, because importing a framework takes longer than most
+tests."""
 import multiprocessing
 import os
 import socket
@@ -22,8 +22,8 @@ PRELOADED: set[str] = set() # Modules of the running process
 
 
 def start(preload: Sequence[str] = TRAINER) -> None:
-    """Start the process that the others are copies of, which need not find all modules. One that runs already stays if
-    it was to import all of these; otherwise it ends, since no copy is left when a test begins."""
+    """Start the process to fork, which ignores modules that cannot be found. A running process is kept if it was
+    started with all of these modules; otherwise it is replaced, since no copies are left when a test begins."""
     if PRELOADED.issuperset(preload): return
     if PRELOADED: forkserver._forkserver._stop()
     PRELOADED.clear()
@@ -36,7 +36,7 @@ def start(preload: Sequence[str] = TRAINER) -> None:
 
 
 def call(function: Callable, *arguments) -> BaseProcess:
-    "Call a function of a module in a copy, which ends with this process."
+    "Call a module's function in a copy, which ends with this process."
     if not PRELOADED: start()
     process = CONTEXT.Process(target=function, args=arguments, daemon=True)
     process.start()
@@ -44,7 +44,7 @@ def call(function: Callable, *arguments) -> BaseProcess:
 
 
 def status_of(function: Callable, *arguments, seconds: float = 300) -> int | None:
-    "The exit status of a function in a copy; it is killed after some time, and has none then."
+    "Exit status of a function that runs in a copy; `None` if it had to be killed after `seconds`."
     p = call(function, *arguments)
     p.join(seconds)
     status = p.exitcode
@@ -59,7 +59,7 @@ def _with_variables(variables: dict[str, str], function: Callable, arguments: tu
 
 
 def call_with(variables: dict[str, str], function: Callable, *arguments) -> BaseProcess:
-    "Call a function in a copy in which environment variables have these values."
+    "Call a function in a copy with these environment variables."
     return call(_with_variables, variables, function, arguments)
 
 
@@ -70,8 +70,8 @@ def _heard(folder: Path, function: Callable, arguments: tuple) -> None:
 
 
 def hear(variables: dict[str, str], folder: Path, function: Callable, *arguments, seconds: float = 800) -> str:
-    """Call a function in a copy in which environment variables have these values, and return what it prints. It must
-    succeed. What it says goes to files in `folder`."""
+    """Call a function in a copy with these environment variables, and return what it prints. The function must succeed.
+    Both of its output streams are written to files in `folder`."""
     p = call_with(variables, _heard, folder, function, arguments)
     p.join(seconds)
     p.kill()
@@ -80,9 +80,9 @@ def hear(variables: dict[str, str], folder: Path, function: Callable, *arguments
 
 
 def call_as_ranks(n: int, function: Callable, *arguments, seconds: float = 300) -> int:
-    """Call a function in `n` copies that find the variables which torchrun sets; returns their status. Where one fails,
-    or takes longer than `seconds`, all are killed."""
-    with socket.socket() as reserved: # Bound as long as they run, so that the port goes to nobody else
+    """Call a function in `n` copies with the environment variables that torchrun sets; returns 0 if all succeed. If one
+    fails, or takes longer than `seconds`, all are killed."""
+    with socket.socket() as reserved: # Reserved until the copies end, so that no other process is given the port
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(('127.0.0.1', 0))
         shared = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(reserved.getsockname()[1]), WORLD_SIZE=str(n))

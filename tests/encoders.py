@@ -1,4 +1,4 @@
-"A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
+"A toy dataset that every encoder can learn, and small configurations of all encoders, for tests of the whole registry."
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +14,16 @@ SESSIONS = 't15.2023.08.11', 't15.2023.08.13'
 FEATURES = list(range(16))
 N_CLASSES = 5
 
-# Fields that make an encoder large; one that has none of them is tested as it is by default
+# Fields that determine the size of an encoder; an encoder without any of them is tested with its defaults
 SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0,
              n_heads=2, head_dim=16, dropout=0, projection_units=32, state_size=8, chunk_size=8)
 MambaConfig.projection_dropout = MambaConfig.output_dropout = 0
-# Of a Zipformer; what acts on whole batches or draws at random is off, so that parts of a batch add up to it
+# Fields of a Zipformer. Everything random, or that depends on the whole batch, is off, so that parts of a batch add up
+# to it
 SMALL |= dict(downsampling_factor=[2], num_encoder_layers=[1], encoder_dim=[24], encoder_unmasked_dim=[24],
               feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7],
               left_context_frames=8, balancer=False, whiten=False, skips=False)
-# Encoders that are tested once more with other fields: the name of the test, the encoder, what it sets
+# Encoders that are also tested with other fields: name of the test, encoder, changed fields
 VARIANTS: dict[str, tuple[str, dict]] = {
     'causal transformer': ('transformer', {'model.causal': True, 'model.left_context': 5, 'model.left_context_min': 3}),
     'bidirectional gru': ('gru', {'model.bidirectional': True}),
@@ -33,7 +34,7 @@ NOTHING_RANDOM = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, pr
 
 
 def config(name: str, **changes) -> Config:
-    "A small configuration of an encoder or of a variant, whose trials and batches are the toy's."
+    "A small configuration of an encoder or a variant for the toy's trials and batches."
     name, variant = VARIANTS.get(name, (name, {}))
     fields = encoder_config(name).model_fields
     model = {f'model.{k}': v for k, v in SMALL.items() if k in fields}
@@ -45,7 +46,7 @@ def config(name: str, **changes) -> Config:
 
 
 def write_toy(folder: Path, n_trials: int = 4) -> None:
-    "Two sessions in which a phoneme is a feature that is raised for twelve bins."
+    "Write two sessions in which each phoneme raises one feature for eight of its twelve bins."
     rng = np.random.default_rng(0)
     for session in SESSIONS:
         for split in ('train', 'val'):
@@ -59,19 +60,19 @@ def write_toy(folder: Path, n_trials: int = 4) -> None:
 
 
 def open_toy(folder: Path) -> list[TrialStore]:
-    "Its packed trials: train, and train again as validation, because overfitting is what is tested."
+    "Open the toy's packed trials: train, and train again as validation, because the tests check overfitting."
     path = folder/'train.arrow'
     if not path.exists(): TrialStore.build(folder, 'train', path, progress=False, feature_subset=FEATURES)
     return [TrialStore.open(path), TrialStore.open(path)]
 
 
-# An encoder that still makes errors on the toy is trained anew with more steps
+# An encoder that still makes errors on the toy is trained again with more steps
 STEPS = 100, 200, 400, 800
 LEARNED_BY_100 = 'gru', 'mamba', 'transformer', 'triple_gru', 'zipformer', *VARIANTS
 
 
 def train_until_right(train: Callable[..., dict], data: Path, out: Path, cfg: Config) -> tuple[Path, dict]:
-    "Folder and result of a training on the toy, with as few of `STEPS` as leave no error, or with all of them."
+    "Train on the toy with the fewest of `STEPS` that leave no error, or with the most; returns folder and result."
     for n in STEPS:
         result = train(*open_toy(data), with_steps(cfg, n), out/str(n), progress=False)
         if result['val_per'] == 0: break
@@ -85,10 +86,10 @@ FEW = dict(num_training_batches=6, batches_per_val_step=6)
 
 
 def train_as_rank(folder: Path, out: Path, names: list[str]) -> None:
-    "Train some encoders, one after the other, as one of a group of processes."
+    "Train some encoders, one after another, as one process of a group."
     from torch import distributed
 
     from b2t_kaggle.pytorch.trainer import train
-    distributed.init_process_group('gloo')  # A second one, for the second encoder, would wait for the first
+    distributed.init_process_group('gloo')  # A second group, for the second encoder, would wait for the first
     for name in names: train(*open_toy(folder), config(name, **FEW), out/name, progress=False)
     distributed.destroy_process_group()

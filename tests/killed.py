@@ -1,5 +1,5 @@
-"""Trainings that a test kills. They take only as many steps as they may before they are killed, so that none comes to
-its end first, however fast it is and however late the test."""
+"""Trainings that a test kills. A semaphore limits their steps, so that no training ends before it is killed, however
+fast it is or however late the test."""
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -9,11 +9,11 @@ from copies import CONTEXT, call
 
 from b2t_kaggle.core.files import file_state
 
-LIMIT = 400 # Seconds in which what is waited for comes, such as a checkpoint or an end, on a machine that is busy
+LIMIT = 400 # Timeout on a busy machine, in seconds, for example for a checkpoint or the end of a process
 
 
 def ask_before_each_step(trainer: type, allowed) -> None:
-    "In the training's process: a step of this class waits for the semaphore `allowed`."
+    "Make each step of this class wait for the semaphore `allowed`; called in the training's process."
     train_step = trainer.train_step
 
     def asking(self, *args):
@@ -24,7 +24,7 @@ def ask_before_each_step(trainer: type, allowed) -> None:
 
 
 def wait_for_checkpoint(p: BaseProcess, last: Path, before: tuple | None = None) -> None:
-    "Until a process has written the checkpoint `last`, whose state was `before`."
+    "Wait until a process has replaced the checkpoint `last`, whose state was `before`."
     end = time.monotonic() + LIMIT
     while file_state(last) == before:
         assert p.is_alive(), 'it ended by itself'
@@ -33,11 +33,11 @@ def wait_for_checkpoint(p: BaseProcess, last: Path, before: tuple | None = None)
 
 
 def kill_behind_a_checkpoint(function: Callable, arguments: tuple, last: Path, steps: int, delay: float = 0.) -> None:
-    """Call a function of a module in a process of its own, with a semaphore for so many steps and `arguments`. It
-    trains, and asks before each step. Kill it when it has written the checkpoint `last`, or some seconds later: then it
-    is in one of its steps, or waits."""
+    """Call a module's function in a separate process, with a semaphore for `steps` steps and with `arguments`. It
+    trains, and acquires the semaphore before each step. The process is killed `delay` seconds after it has written the
+    checkpoint `last`, in a step or while it waits."""
     before = file_state(last)
-    allowed = CONTEXT.Semaphore(steps) # Kept here: it is gone with its last name, and the process may be late
+    allowed = CONTEXT.Semaphore(steps) # Referenced until the end, because the process may start late
     p = call(function, allowed, *arguments)
     try:
         wait_for_checkpoint(p, last, before)

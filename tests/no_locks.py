@@ -1,4 +1,4 @@
-"File systems without locks: a library that answers flock as they do, for processes that a test starts."
+"File systems without locks: a library whose `flock` fails as it does there, for processes that a test starts."
 import os
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ int flock(int fd, int operation) { errno = atoi(getenv("FLOCK_ERRNO")); return -
 
 
 def environment(folder: Path, number: int) -> dict[str, str]:
-    "Environment variables of a process whose every flock ends with an error; the library is built in a folder."
+    "Build the library in a folder, and return environment variables that make every `flock` of a process fail."
     library = folder/'flock.so'
     if not library.exists():
         subprocess.run(['cc', '-x', 'c', '-shared', '-fPIC', '-o', library, '-'], input=CODE, text=True, check=True)

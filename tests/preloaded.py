@@ -1,4 +1,5 @@
-"The last import of the process of `copies`: copies share the keys, and look for cycles only in their own objects."
+"""Imported last by the process of `copies`: its forks share the configuration's keys, and search for cycles only in new
+objects."""
 import gc
 
 from b2t_kaggle.config.keys import config_fields

@@ -1,6 +1,7 @@
-"""Write a CMU Sphinx language model one bit at a time, to test its reader.
+"""Write a CMU Sphinx language model bit by bit, to test its reader.
 
-The layout follows `ngram_model_trie_write_bin` of pocketsphinx."""
+The layout follows `ngram_model_trie_write_bin` of pocketsphinx.
+"""
 import math
 import struct
 
@@ -18,7 +19,7 @@ def packed(entries, widths):
 
 
 def quantized(values):
-    "A table of 65,536 numbers that begins with the distinct values, and the index of each value."
+    "A table of 65,536 numbers, starting with the distinct values, and the index of each value."
     table = sorted(set(values))
     return struct.pack('<65536f', *table, *[0]*(65536 - len(table))), {v: i for i, v in enumerate(table)}
 

@@ -3,7 +3,7 @@ import torch
 
 
 def stored_bytes(f, *args, without=()):
-    "Bytes that the graph of `f(*args)` stores for the backward pass, each storage once, without some tensors."
+    "Bytes that the graph of `f(*args)` stores for the backward pass, excluding some tensors; each storage counts once."
     sizes = {}
 
     def count(t):

@@ -1,4 +1,4 @@
-"""A run whose sentences an audio LLM writes, from sessions to a submission, on a tiny model of the real class."""
+"A run in which an audio LLM writes the sentences, from sessions to a submission, with a tiny model of the real class."
 import csv
 import gc
 import shutil
@@ -27,13 +27,13 @@ from b2t_kaggle.training.history import read_history
 
 @pytest.fixture(scope='module')
 def here():
-    "Stages are executed in this process; names of those that were."
+    "Execute stages in this process; returns the names of the executed stages."
     with stages_here() as names: yield names
 
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory, here):
-    "What `b2t run --preset audio-llm` leaves."
+    "The finished run of `b2t run --preset audio-llm`."
     tmp = tmp_path_factory.mktemp('audio_llm')
     small = {k: v for k, v in SMALL.items() if not k.startswith('decode.')}
     llm = tiny_audio_llm(tmp/'llm', ['how are you', 'i am fine'])
@@ -73,8 +73,9 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
 
 
 def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
-    """Without time all trials have what the search finds; later sessions do what was left, one batch or all, and end
-    where one that had time does. So does one that was killed in a batch: the batches before it are not done again."""
+    """If time runs out, all trials have the sentences of the search. Later sessions add the missing ones, one batch or
+    all of them, and give the result of an uninterrupted run. After a kill within a batch, earlier batches are not
+    repeated."""
     from b2t_kaggle.pytorch.audio.llm.language_model import AudioLanguageModel
     whole = {split: finished.nbest(split) for split in ('val', 'test')}
     shutil.copytree(finished.dir, tmp_path/'run')

@@ -1,4 +1,4 @@
-"Augmentations: their meaning, and that they are a function of seed and step."
+"Augmentations: their definitions, and that they depend only on seed and step."
 import numpy as np
 import pytest
 import torch
@@ -18,7 +18,7 @@ def generator(seed=0): return torch.Generator().manual_seed(seed)
 
 @pytest.mark.parametrize('std', [0.7, 1, 2, 3.3, 6])
 def test_kernel_is_the_impulse_response_of_a_gaussian_filter(std):
-    "Weights exp(-t²/2σ²) over |t| <= 4σ, scaled to 1, those up to 0.01 dropped, scaled again."
+    "Weights are exp(-t²/2σ²) for |t| <= 4σ, scaled to sum 1; weights up to 0.01 are dropped and the rest scaled again."
     t = np.arange(-int(4 * std + .5), int(4 * std + .5) + 1)
     w = np.exp(-t**2 / (2 * std**2))
     w /= w.sum()
@@ -36,7 +36,7 @@ def test_smoothing_is_the_grouped_convolution(B, T, C, std):
 
 
 def test_padding_does_not_reach_into_a_trial():
-    "A trial is smoothed alike alone and padded with zeros."
+    "A smoothed trial is the same alone and padded with zeros."
     x = torch.randn(1, 50, 3)
     k = gaussian_kernel()
     assert torch.equal(smooth(F.pad(x, (0, 0, 0, 30)), k)[:, :50], smooth(x, k))
@@ -58,7 +58,7 @@ def test_noise_is_what_its_names_say():
 
 
 def test_the_order_is_the_official_one():
-    "Gain, white noise, offset, walk, cut, smoothing: replayed from the same generator."
+    "Gain, white noise, offset, walk, cut and smoothing are replayed from the same generator."
     cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,
                         random_cut=3)
     x = torch.randn(3, 60, 4)
@@ -142,7 +142,7 @@ def test_half_precision_input_is_widened():
 
 
 def test_lengths_may_stay_on_the_host():
-    "Training hands features over on the device and lengths on the host; the meta device refuses to mix like any other."
+    "In training, features are on the device and lengths on the host; like other devices, meta refuses to mix them."
     x = torch.empty(2, 50, 3, device='meta')
     assert time_mask(x, torch.tensor([50, 30]), 2, 0.1, None).device.type == 'meta'
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"The automaton agrees with KenLM: a million queries, states, models with gaps."
+"The automaton agrees with KenLM in a million queries, in its states, and for models with missing n-grams."
 import errno
 import gzip
 import math

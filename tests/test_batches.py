@@ -1,4 +1,4 @@
-"Sampling, buckets, filling and prefetching follow their definitions."
+"Sampling, buckets, filling and prefetching agree with their definitions."
 import gc
 import itertools
 import tempfile
@@ -54,7 +54,7 @@ def test_day_balanced_batches(counts, data):
 
 
 def test_days_and_trials_are_drawn_evenly():
-    "Frequencies in 4,000 batches agree with uniform draws, within five standard deviations."
+    "Frequencies in 4,000 batches agree with uniform sampling within five standard deviations."
     days = np.repeat([0, 1, 2, 4, 5], [3, 10, 5, 4, 8])
     s = DayBalancedSampler(days, 10, 2, seed=3)
     batches = [s.batch(i) for i in range(4000)]
@@ -62,7 +62,7 @@ def test_days_and_trials_are_drawn_evenly():
     assert n.keys() == {0, 1, 2, 4, 5} and all(abs(c - 1600) < 5*np.sqrt(4000*.4*.6) for c in n.values())
     n = np.bincount(np.concatenate(batches), minlength=30)
     want = 4000*.4*5/np.array([3, 10, 5, 4, 8])[np.searchsorted([0, 1, 2, 4, 5], days)]
-    # The draws of a batch share their day: up to 5 + 1 times the variance
+    # The trials of a batch share their day, so the variance is up to 5 + 1 times as large
     assert (abs(n - want) < 5*np.sqrt(want*6)).all()
     assert any(len(set(b)) < len(b) for b in batches)          # with replacement
 

@@ -1,5 +1,5 @@
-"""Notebooks are as they are committed: outputs of benchmarks and reader's notebooks belong to their code, others have
-none, and in no notebook much is exported before something runs."""
+"""Committed notebooks: outputs of benchmarks and reader's notebooks belong to their code, other notebooks have no
+outputs, and no notebook exports much code before an example runs."""
 import ast
 import base64
 import io
@@ -31,7 +31,7 @@ def test_outputs_are_those_of_the_code(path):
     assert found is None, found
 
 
-@pytest.mark.filterwarnings('error') # nbformat only warns of two cells with one id
+@pytest.mark.filterwarnings('error') # nbformat only warns if two cells have the same id
 def test_notebooks_are_as_their_format_says():
     for path in NOTEBOOKS:
         try: validate(json.loads(path.read_text(encoding='utf-8')))
@@ -55,7 +55,7 @@ def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
     write(done)
     assert problem(path) is None and done['metadata']['b2t']['machine'] == 'a machine'
     assert done['cells'][-1]['source'][0].endswith('on a machine, commit abc.*')
-    assert done['cells'][1]['outputs'] == [{'text': '1'}]   # what went to stderr is no result
+    assert done['cells'][1]['outputs'] == [{'text': '1'}]   # stderr is not an output of the code
     assert len(stamped(done, 'another', 'def')['cells']) == len(done['cells']) and code_hash(done) == code_hash(
         NOTEBOOK
     )
@@ -106,7 +106,7 @@ def test_a_readers_notebook_has_its_pictures_and_is_small(tmp_path):
     assert 'bytes of outputs' in problem_with(picture, picture, {'text': '.'*LARGEST})
 
 
-# A reader sees code run: exported cells are followed by examples
+# Readers see code run: exported cells are followed by examples
 MOST_EXPORTED = 80 # Lines of code
 
 
@@ -114,7 +114,7 @@ def statements(source): return ast.parse(re.sub(r'(?m)^[%!].*', '', source)).bod
 
 
 def lines_of_code(source):
-    "Lines that are neither empty nor comments nor strings that stand alone."
+    "Lines that are not empty, comments or standalone strings."
     alone = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
     prose = {i for n in alone if isinstance(n.value.value, str) for i in range(n.lineno, n.end_lineno + 1)}
     lines = enumerate(source.splitlines(), 1)
@@ -122,14 +122,14 @@ def lines_of_code(source):
 
 
 def runs_something(source):
-    "Whether a cell is an example: it is executed in tests, and does more than to import and to define."
+    "Whether a cell is an example: tests execute it, and it does more than import and define."
     if re.search(r'(?m)^#\| *(default_exp|bench|eval: *false)', source): return False
     return any(not isinstance(s, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
                for s in statements(source))
 
 
 def longest_export(notebook):
-    "Lines of code that are exported without something that runs between them, at most; and the cell they end with."
+    "The largest number of exported lines without an example between them, and the cell that ends them."
     longest = (0, '')
     n = 0
     for cell in notebook['cells']:

@@ -1,4 +1,4 @@
-"Boosted decoding agrees with an enumeration of all sentences, for every kind of n-gram and in streams."
+"Boosted decoding agrees with an enumeration of all sentences, for every kind of n-gram model and in streams."
 import math
 import warnings
 from importlib.util import find_spec

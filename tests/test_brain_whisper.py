@@ -1,5 +1,5 @@
-"""Neural features into Whisper: trained by the kit's trainer, continued exactly, written with beams, and what is
-refused; on a tiny random model of the real class."""
+"""Whisper on neural features, with a tiny random model of the real class: training with the kit's trainer, exact
+resumption, beam search, and refused configurations."""
 import pytest
 import torch
 
@@ -23,7 +23,7 @@ from b2t_kaggle.training.recipe import TrainingError
 
 @pytest.fixture(scope='module')
 def toy(tmp_path_factory):
-    "Eight trials that say one word, and a configuration that trains Whisper on them in a few steps."
+    "Eight trials with one word each, and a configuration that trains Whisper on them in a few steps."
     data = tmp_path_factory.mktemp('whisper')
     write_toy(data)
     folder = tiny_whisper(data/'model', ['hello'])
@@ -65,7 +65,7 @@ def test_its_error_rate_is_that_of_whole_sentences(toy, trained):
 
 
 def test_a_run_that_stops_ends_with_the_same_weights(toy, trained):
-    "The gaps of the pass for CTC are drawn anew in each step, and the same ones again."
+    "The CTC pass draws new gaps in each step, and a resumed run draws the same ones."
     data, cfg = toy
     short = with_overrides(cfg, {'time_budget': 1e-9})
     assert [train(*open_toy(data), short, data/'parts', progress=False)['step'] for _ in range(2)] == [1, 2]

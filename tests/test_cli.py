@@ -1,7 +1,8 @@
-"""Every option of every verb: it changes what is done, or it is refused in one line.
+"""Every option of every verb changes what is done, or is refused in one line.
 
-Verbs and options are read from the commands. What they call to do the work is replaced by a record of what it is given;
-a test of an option is whether that record changes."""
+Verbs and options are read from the commands. The functions that do the work are replaced by a recorder of their
+arguments; a test of an option checks whether the record changes.
+"""
 import contextlib
 import dis
 import inspect
@@ -41,7 +42,7 @@ def options(verb): return [p for p in VERBS[verb].params if isinstance(p, click.
 def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in options(verb))
 
 
-# By verb, each way to call it; the words are files and runs of the folder in which it is called
+# Ways to call each verb; the words are files and runs in the current folder
 LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
     'generate': ['generate --set audio.llm=llm'],
     'rescore': ['rescore --set rescore.llm=llm'],
@@ -55,7 +56,7 @@ LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
     'confusions': ['confusions lists.jsonl --lm lists.jsonl -o learned.json'],
     'decode-phonemes': ['decode-phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
 }
-# By parameter, the options that are added; in brackets what both calls have
+# Options that are added, by parameter; brackets enclose options of both calls
 VALUES = {
     'name': ['--name other'],
     'preset_': ['--preset quick'],
@@ -123,23 +124,24 @@ VALUES = {
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
-# What does the work, and what takes time before it
+# Functions that do the work, and slow functions before it
 WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.validate', 'data.list_sessions',
         'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
 TOOLS = ('combine-files', 'confusions', 'decode-phonemes')
-VARIABLES = SPLIT_VARIABLE, PLUGIN_VARIABLE, 'CUDA_VISIBLE_DEVICES' # By which options reach what does the work
+VARIABLES = SPLIT_VARIABLE, PLUGIN_VARIABLE, 'CUDA_VISIBLE_DEVICES' # How options reach the work
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
 
 
 def seen(value):
-    "A value of the record: of a run all that it is."
+    "A recorded value; runs are recorded with their folders and configuration."
     if isinstance(value, Run): return str(value.dir), str(value.work), value.cfg.dump(), value.origin
     return repr(value)
 
 
 @pytest.fixture
 def call(tmp_path, monkeypatch):
-    "Call a line in a folder as it was at the beginning; returns the status, what was said, and the record."
+    """A function that calls a command line in a fresh copy of a folder, and returns the status, the output and the
+    record."""
     start = tmp_path/'start'
     Run(start/'submissions'/'first', start/'data', {'decode.beam': 9}, preset('demo'), dict(preset='demo'))
     (start/'submissions'/'first'/'logits').mkdir()
@@ -157,7 +159,7 @@ def call(tmp_path, monkeypatch):
             return []
         return write
     for name in VARIABLES:
-        monkeypatch.setenv(name, '') # So that it is removed afterwards, if a line sets it
+        monkeypatch.setenv(name, '') # So that it is removed afterwards if a line sets it
         monkeypatch.delenv(name)
     for name in WORK: monkeypatch.setattr(f'b2t_kaggle.cli.{name}', recorder(name))
     for name in TOOLS: monkeypatch.setattr(VERBS[name], 'callback', recorder(name))
@@ -191,7 +193,7 @@ def test_an_option_has_an_effect_or_is_refused(verb, line, name, value, call):
 
 
 def test_every_option_is_read():
-    "Also by verbs that belong to no run: the code of each reads the value of each of its options."
+    "Also by verbs outside a run: the code of each verb reads the value of each of its options."
     for verb, command in VERBS.items():
         code = inspect.unwrap(command.callback).__code__
         read = {i.argval for i in dis.get_instructions(code) if i.opname.startswith('LOAD')} | set(code.co_cellvars)
@@ -214,7 +216,7 @@ def test_an_option_without_effect_is_refused(line, option, call):
 
 
 def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
-    "Counted in the HDF5 files: `quick` has 40 sentences of train in a session, where `demo` has 120."
+    "Counted in the HDF5 files: `quick` has 40 training sentences in a session, `demo` has 120."
     few = ['--set', 'simulate.n_sessions=1', '--set', 'simulate.lm_sentences=0']
     done = CliRunner().invoke(cli.main, ['data', 'simulate', str(tmp_path/'new'), '--preset', 'quick', *few])
     assert done.exit_code == 0, done.output
@@ -254,10 +256,10 @@ def test_a_variant_that_cannot_begin_leaves_nothing(call):
     status, told, record = call(f'{line} nothing.gguf')
     assert status == 1 and told.endswith('nothing.gguf: there is no such file\n') and not record, told
     assert sorted(p.name for p in Path('submissions').iterdir()) == ['first']
-    assert call('lm --from first --name new --set rescore.llm=nothing.gguf')[0] == 0 # It does not come to the LLM
+    assert call('lm --from first --name new --set rescore.llm=nothing.gguf')[0] == 0 # The stage `lm` needs no LLM
     assert Path('submissions/new/config.yaml').exists()
     line = 'sweep --from first --name swept --set rescore.llm=nothing.gguf --set train.lr_max=1e-4:1e-2:log'
-    assert call(line)[0] == 0 # Its trials end with their training
+    assert call(line)[0] == 0 # Its trials end after training
 
 
 @pytest.mark.parametrize('verb', ['run', 'train', 'infer'])
@@ -319,7 +321,7 @@ def test_settings_are_not_dropped_without_a_word(call):
 
 
 def imported(line, folder):
-    "The modules that a line imports, in a process of its own."
+    "Modules that a command line imports in a separate process."
     code = 'import runpy, sys\ntry: runpy.run_module("b2t_kaggle.cli", run_name="__main__")\n'
     code += 'except SystemExit as e: print(e.code, *sys.modules, file=sys.stderr)'
     done = subprocess.run([sys.executable, '-c', code, *line.split()], capture_output=True, text=True, cwd=folder)

@@ -1,4 +1,4 @@
-"`b2t lm …`: each verb and option; a failing command reports why, and existing files stay unchanged."
+"Each verb and option of `b2t lm …`; a failing command reports the reason, and existing files stay unchanged."
 import errno
 import re
 

@@ -1,5 +1,5 @@
-"""The bootstrap against binomial and normal distributions, comparisons against sums by hand, and what `b2t compare`
-refuses."""
+"""The bootstrap agrees with binomial and normal distributions, and comparisons with sums by hand; refusals of `b2t
+compare`."""
 import math
 
 import numpy as np
@@ -34,7 +34,7 @@ from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, write_hypo
 
 
 def counts(edits, length):
-    "Trials with so many substitutions."
+    "Trials with these numbers of substitutions."
     return [ErrorCounts(hits=n - e, substitutions=e) for e, n in zip(edits, length, strict=True)]
 
 
@@ -48,15 +48,15 @@ def binomial_quantile(n, p, q):
 
 @pytest.mark.parametrize('n, wrong', [(40, 10), (200, 6), (731, 300)])
 def test_the_interval_is_that_of_the_binomial_distribution(n, wrong):
-    "With one word a trial, the errors of a draw are binomial."
+    "With one word per trial, the number of errors in a resample is binomial."
     rate = rate_interval(counts([1]*wrong + [0]*(n - wrong), [1]*n))
     assert rate.value == wrong/n
     exact = [binomial_quantile(n, wrong/n, q)/n for q in (0.025, 0.975)]
-    assert rate[1:] == pytest.approx(exact, abs=1.01/n) # A quantile of draws may fall on the next number
+    assert rate[1:] == pytest.approx(exact, abs=1.01/n) # A quantile of resamples may be the next number
 
 
 def test_the_interval_of_a_ratio_is_the_normal_one_for_many_trials():
-    "Trials of different length: the variance of a ratio by its linear approximation (Cochran, 1977)."
+    "For trials of different lengths, the variance of a ratio is known by linear approximation (Cochran, 1977)."
     rng = np.random.default_rng(3)
     length = rng.integers(1, 15, 4000)
     edits = rng.binomial(length, 0.1)
@@ -87,8 +87,8 @@ def test_a_system_does_not_differ_from_itself(some):
 
 
 def test_what_is_clear_on_the_leaderboard_is_what_is_clear_on_so_many_words():
-    """On a test of n times the trials of val, each of them n times, the interval of the difference begins at zero where
-    the difference is the smallest clear one."""
+    """In a test set that repeats each trial of val n times, the interval of the difference begins at zero if the
+    difference is the smallest clear one."""
     rng = np.random.default_rng(0)
     length = rng.integers(3, 10, 500)
     a, b = (counts(rng.binomial(length, p), length) for p in (0.1, 0.12))
@@ -102,7 +102,7 @@ SPOKEN = ['How are you?', 'Fine, and you?', 'Not so bad.', 'I would like to sit 
 PHONEMES = ['HH AW SIL AA R SIL', 'F AY N SIL', 'N AA T SIL', 'AY SIL']
 
 def heard(texts, greedy=PHONEMES, spoken=SPOKEN):
-    "What a system found."
+    "Results of a system."
     facts = [dict(session=f't15.2023.08.1{3 + i//2}', block=i, corpus=('Harvard', 'Random')[i % 2], seen=i == 0)
              for i in range(4)]
     return results_of([f | dict(trial=i, reference=spoken[i], text=texts[i], phonemes=PHONEMES[i], greedy=greedy[i])
@@ -134,7 +134,7 @@ def test_every_trial_is_in_one_group_of_each_kind():
 
 @pytest.fixture
 def runs(tmp_path):
-    "Two runs that were compared to the same truth, and the command that compares."
+    "Two runs that were scored against the same references, and the command that compares them."
     for name, results in dict(one=FIRST, two=SECOND).items():
         run = Run(tmp_path/name, tmp_path)
         h = Hypotheses()
@@ -157,7 +157,7 @@ def test_runs_and_files_side_by_side(runs):
     assert told.startswith('two and one: no significant difference on 4 trials'), told
     for words in ('All systems: WER', 'two − one: PER without SIL', 'theirs − one: WER', '0.0 % (0.0 to 0.0)'):
         assert words in told, words
-    assert 'theirs − one: PER' not in told # Nobody knows its phonemes
+    assert 'theirs − one: PER' not in told # Its phonemes are unknown
 
 
 def test_tables_fit_the_terminal(runs, monkeypatch):
@@ -172,7 +172,7 @@ def test_tables_fit_the_terminal(runs, monkeypatch):
 
 def test_a_run_and_itself(runs):
     status, told = runs[1]('one', 'one')
-    line = [line for line in told.splitlines() if line.startswith('one (2)')][1] # Behind the verdict
+    line = [line for line in told.splitlines() if line.startswith('one (2)')][1] # After the verdict
     assert status == 0 and '+0.0 points (+0.0 to +0.0)' in line and '0 words (0.0 points)' in line
     assert '*' not in told
 
@@ -208,7 +208,7 @@ def test_without_labels_of_val_nothing_is_compared(runs):
 
 
 def test_files_of_another_split_are_refused(runs):
-    "Sentences of test have the same numbers as those of val, and were scored against its references."
+    "Trials of test and val have the same numbers, so sentences of test could be scored against val's references."
     folder, compare = runs
     for name in 'test.csv', 'submission.csv', 'theirs_test.jsonl', 'theirs_test.txt':
         (folder/name).write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SPOKEN)))

@@ -1,4 +1,4 @@
-"Cleaning a corpus: any input gives sentences of words, in constant memory."
+"Cleaning a corpus: any input gives sentences of words, and memory use is constant."
 import itertools
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""CR-CTC and the reduction of the CTC loss: formulas in NumPy, views that agree, and batches in parts and processes."""
+"CR-CTC and the reduction of the CTC loss: formulas in NumPy, equal views, and batches in parts and processes."
 import json
 
 import encoders
@@ -37,8 +37,8 @@ def softmax(z):
 
 
 def test_value_and_gradient_of_the_formula():
-    """In float64, frame by frame; the gradient in closed form: a view's logits are pulled from its own posterior to
-    the other one's, by half of their difference."""
+    """Computed in float64, frame by frame. The closed form of the gradient pulls a view's logits from its own posterior
+    towards the other view's, by half of their difference."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 3, 7, 5)) * 3
     frames = np.array([7, 1, 4])
@@ -73,7 +73,7 @@ def test_what_lies_beyond_the_end_counts_nothing():
 
 
 def test_views_that_are_equal_have_no_loss_and_no_gradient(stores):
-    "A step with nothing random is the one without CR-CTC, whatever its weight."
+    "Without randomness, a step equals one without CR-CTC, whatever its weight."
     results = []
     for weight in (0, 5.):
         t = trainer(stores, cr_ctc=weight, **STILL)
@@ -102,10 +102,10 @@ def test_views_differ_in_noise_masks_and_dropout_and_not_in_their_cut(stores):
 
 
 def test_the_loss_is_the_mean_of_both_and_their_consistency(stores):
-    "Put together from what the parts say, for each reduction."
+    "The sum of the parts, for each reduction."
     for reduction in ('trial', 'label'):
         t = trainer(stores, cr_ctc=.3, ctc_reduction=reduction)
-        t.model.eval() # no dropout: the same noise gives the same logits
+        t.model.eval() # Without dropout, the same noise gives the same logits
         (part,), _ = t.loader(0)
         seen = []
         real = t.augment.apply
@@ -140,7 +140,8 @@ def test_a_loss_per_label_is_pytorchs_mean(stores):
 
 
 def test_an_encoder_with_losses_of_its_own(stores):
-    "The TripleGRU's clean logits are compared; an encoder that does not say which ones it has is refused in a line."
+    """The clean logits of the TripleGRU are compared; an encoder that does not name its clean logits is refused in one
+    line."""
     sizes = {'model.name': 'triple_gru', 'noise_units': 8}
     losses, = (t := trainer(stores, cr_ctc=.2, **sizes)).gradients(t.loader(0)[0])
     assert (losses['consistency'] > 0).all() and torch.isfinite(losses['loss']).all()
@@ -151,7 +152,7 @@ def test_an_encoder_with_losses_of_its_own(stores):
 
 @pytest.mark.parametrize('name', model_names())
 def test_every_encoder_learns_from_two_views(name, tmp_path_factory):
-    "One step with ScaledAdam: each trial has a loss of both views, and the last layer moves."
+    "In one step with ScaledAdam, each trial has a loss of both views, and the last layer changes."
     folder = tmp_path_factory.mktemp(name)
     encoders.write_toy(folder, n_trials=2)
     cfg = encoders.config(name, cr_ctc=.2, white_noise_std=.5, optimizer='scaled_adam', lr_warmup_steps=0)
@@ -164,14 +165,15 @@ def test_every_encoder_learns_from_two_views(name, tmp_path_factory):
 
 
 class Shaken(Augment):
-    "Views that differ by numbers that depend on the row's own content alone, wherever it is computed."
+    "Views that differ by numbers that depend only on the content of the row, wherever it is computed."
     def apply(self, x, n_bins, cut, generator):
         sign = torch.tensor([1., -1.]).repeat(len(x) // 2).view(-1, 1, 1)
         return self.eval(x * (1 + .3 * sign)), n_bins
 
 
 def losses_and_weights(stores, backend, **kw):
-    "Of twelve steps of ScaledAdam with the views of `Shaken`; the last two are clipped."
+    """Losses of twelve steps of ScaledAdam with the views of `Shaken`, of which the last two are clipped, and the
+    weights."""
     recipe = dict(precision='float32', cr_ctc=.2, optimizer='scaled_adam', lr_scheduler_type='step', lr_max=.03)
     t = Trainer(*stores, config(**recipe | STILL | kw), backend)
     t.augment = Shaken(t.cfg.augment, 0)

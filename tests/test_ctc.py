@@ -1,4 +1,4 @@
-"CTC loss and gradient against PyTorch's in double precision, over whatever shapes, lengths and labels there can be."
+"CTC loss and gradient equal PyTorch's in double precision, for arbitrary shapes, lengths and labels."
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ def lp(T, B, K, seed=0):
 
 @st.composite
 def problems(draw):
-    """log_probs, targets, input and target lengths, blank.
+    """Draw log_probs, targets, input and target lengths, and blank.
 
-    There are few classes, so that labels repeat; padding that must not be read; and some log-probabilities are −∞."""
+    With few classes, labels repeat. Padding must not be read, and some log-probabilities are −∞.
+    """
     T = draw(st.integers(1, 12))
     B = draw(st.integers(1, 4))
     K = draw(st.integers(2, 5))
@@ -39,7 +40,7 @@ def problems(draw):
 
 
 def both(log_probs, *args, **kw):
-    "Loss and gradient, ours and PyTorch's, with a different weight for each trial if there is no reduction."
+    "Our and PyTorch's loss and gradient; without reduction, each trial has a different weight."
     found = []
     for f in (ctc_loss, F.ctc_loss):
         x = log_probs.detach().clone().requires_grad_()
@@ -52,7 +53,7 @@ def both(log_probs, *args, **kw):
 def assert_same(log_probs, targets, frames, n_labels, blank, tol=1e-9, **kw):
     (loss, grad), (want, want_grad) = both(log_probs, targets, frames, n_labels, blank, **kw)
     torch.testing.assert_close(loss, want, rtol=tol, atol=tol)
-    # where a log-probability is −∞ PyTorch's gradient is nan and ours the limit, unless the alignment is impossible
+    # For a log-probability of −∞, PyTorch's gradient is nan and ours is the limit, unless the alignment is impossible
     possible = F.ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none').isfinite()
     limit = log_probs.isneginf() & possible[:, None]
     torch.testing.assert_close(grad, want_grad.masked_fill(limit, 0), rtol=tol, atol=tol, equal_nan=True)
@@ -67,16 +68,16 @@ def test_value_and_gradient(problem, reduction, zero_infinity):
 
 
 @pytest.mark.parametrize('targets, frames, n_labels', [
-    ([[1, 1, 1]], [5], [3]),            # repeats just fit
-    ([[1, 1, 1]], [4], [3]),            # and just do not
+    ([[1, 1, 1]], [5], [3]),            # the repeats just fit
+    ([[1, 1, 1]], [4], [3]),            # the repeats just do not fit
     ([[1, 2, 1]], [3], [3]),
-    ([[0, 0, 0]], [6], [0]),            # nothing said
+    ([[0, 0, 0]], [6], [0]),            # no labels
     ([[1]], [1], [1]),                  # one frame
     ([[1]], [1], [0]),
-    ([[1]], [0], [1]),                  # no frame
+    ([[1]], [0], [1]),                  # no frames
     ([[1]], [0], [0]),
     ([[1, 2], [2, 2], [1, 0]], [6, 0, 2], [2, 2, 1]),
-    ([[]], [4], [0]),                   # no room for labels
+    ([[]], [4], [0]),                   # targets without columns
 ])
 @pytest.mark.parametrize('zero_infinity', [False, True])
 @pytest.mark.parametrize('reduction', ['none', 'mean', 'sum'])
@@ -109,7 +110,7 @@ def test_official_size():
 
 
 def test_a_sure_model_loses_nothing():
-    "A thousand frames whose alternatives are worth e^−1000 each: only as logarithms do they fit in a float."
+    "Alternatives of probability e^−1000 in each of a thousand frames are representable only as logarithms."
     targets = torch.tensor([[1, 2, 1, 2]])
     log_probs = torch.full((1000, 1, 3), -1000.)
     log_probs[:, :, 0] = 0
@@ -124,7 +125,7 @@ def test_a_sure_model_loses_nothing():
 @settings(max_examples=50, deadline=None)
 @given(problems())
 def test_posteriors(problem):
-    "The path is in one state at each frame, unless there is no path."
+    "In each frame of a trial, the probabilities of all states sum to one, unless there is no path."
     log_probs, targets, frames, n_labels, blank = problem
     states = torch.full((len(targets), 2 * targets.shape[1] + 1), blank)
     states[:, 1::2] = targets.where(torch.arange(targets.shape[1]) < n_labels[:, None], blank)
@@ -180,7 +181,7 @@ def test_ways_to_say_the_same(problem):
     for t in (targets, targets.int(), flat):
         for lengths in ((frames.int(), n_labels.int()), (frames.tolist(), n_labels.tolist()),
                         (tuple(frames.tolist()), n_labels)):
-            # Not bit by bit: in one of many runs a last digit was another one
+            # Not bitwise: in one of many runs a last digit differed
             found = ctc_loss(log_probs, t, *lengths, blank, reduction='none')
             torch.testing.assert_close(found, want, rtol=1e-13, atol=1e-13)
 

@@ -1,4 +1,4 @@
-"The decoders against exhaustive enumeration, their scores, input with faults, and real sentences."
+"The decoders agree with exhaustive enumeration; their scores, faulty input, and real sentences."
 import inspect
 import itertools
 import math
@@ -37,7 +37,7 @@ PRONUNCIATIONS = [p for n in (1, 2, 3) for p in itertools.product(('AA', 'B', 'K
 
 @cache
 def ngram(order, folder):
-    "KenLM's model, whose scores are not our code; where its package cannot be had, ours."
+    "An n-gram model whose scores come from KenLM, which is not our code, or from ours if KenLM is not installed."
     path = build_ngram(TEXT, Path(folder)/f'{order}.arpa', order=order)
     return (NGram if find_spec('kenlm') else Automaton).load(path)
 
@@ -46,7 +46,7 @@ def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
 def enumerate_paths(log_probs, classes, blank=BLANK):
-    "Every path over some classes, summed up by the labels it spells: labels -> (best, log-sum)."
+    "Every path over some classes, summed by the labels that it spells: labels -> (best, log-sum)."
     out = {}
     for path in itertools.product(classes, repeat=len(log_probs)):
         labels = tuple(k for k, _ in itertools.groupby(path) if k != blank)
@@ -57,7 +57,7 @@ def enumerate_paths(log_probs, classes, blank=BLANK):
 
 
 def enumerate_sentences(log_probs, lexicon):
-    "Every sentence that some path spells: text -> (best, log-sum)."
+    "Every sentence that a path spells: text -> (best, log-sum)."
     used = sorted({p for prons in lexicon.values() for pron in prons for p in pron})
     words = {}
     for w, prons in lexicon.items():
@@ -104,7 +104,7 @@ def test_equals_enumeration(tmp_path_factory, log_probs, lexicon, order, merge, 
     folder.mkdir(exist_ok=True)
     lm = ngram(order, folder)
     if len({p for prons in lexicon.values() for pron in prons for p in pron}) > 2:
-        log_probs = log_probs[:5]  # 5⁶ paths take too long
+        log_probs = log_probs[:5]  # 5⁶ paths would take too long
     decoder = LexiconBeamDecoder(lexicon, lm, beam=5000, nbest=2000, lm_weight=lm_weight, word_score=word_score,
                                  acoustic_scale=scale, blank_penalty=penalty, merge=merge)
     penalised = log_probs.copy()
@@ -125,7 +125,7 @@ def test_equals_enumeration(tmp_path_factory, log_probs, lexicon, order, merge, 
 
 
 def texts_held(search, words):
-    "Texts of the hypotheses of a search, as their histories stand in its arena."
+    "Texts of a search's hypotheses, read from its arena of histories."
     hyps, arena = search.state.hyps, search.state.arena
     for i in range(search.state.counters['n_hyps'][0]):
         text = []
@@ -139,7 +139,7 @@ def texts_held(search, words):
 @settings(max_examples=60, deadline=None)
 @given(posteriors, lexicons, st.sampled_from([2, 5, 20, 5000]), st.integers(2, 6))
 def test_as_many_as_the_beam_holds(tmp_path_factory, log_probs, lexicon, beam, nbest):
-    "The list is as long as was asked for, if the hypotheses at the end have so many sentences that the frames hold."
+    "The list has the requested length if the frames and the final hypotheses contain enough sentences."
     folder = tmp_path_factory.getbasetemp()/'as_many'
     folder.mkdir(exist_ok=True)
     log_probs = log_probs[:5]
@@ -157,7 +157,7 @@ def test_as_many_as_the_beam_holds(tmp_path_factory, log_probs, lexicon, beam, n
 @settings(max_examples=100, deadline=None)
 @given(posteriors, lexicons, st.integers(1, 3))
 def test_never_empty(tmp_path_factory, log_probs, lexicon, beam):
-    "Whatever a narrow beam is left with at the end: at least one hypothesis, of a finite score, and none twice."
+    "However few hypotheses a narrow beam keeps, at least one with a finite score is returned, and none twice."
     folder = tmp_path_factory.getbasetemp()/'never_empty'
     folder.mkdir(exist_ok=True)
     for nbest in (1, 4):
@@ -202,7 +202,7 @@ def spoken(n_words, seed):
 
 
 def ctc_best(log_probs, labels):
-    "The best path's log-probability, by the textbook: all states in all frames."
+    "Log-probability of the best path by the textbook's recursion over all states and frames."
     states = np.zeros(2*len(labels) + 1, int)
     states[1::2] = labels
     may_skip = np.zeros(len(states), bool)
@@ -218,7 +218,7 @@ def ctc_best(log_probs, labels):
 
 
 def by_all_spellings(log_probs, text, spellings):
-    "The best of all spellings of a text."
+    "The best score among all spellings of a text."
     spelled = itertools.product(*(spellings[w] for w in text))
     return max(ctc_best(log_probs, [k for pron in prons for k in (*pron, SIL)]) for prons in spelled)
 
@@ -226,7 +226,7 @@ def by_all_spellings(log_probs, text, spellings):
 @given(st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_acoustic_scores_are_those_of_all_paths(seed):
-    "To the last digit, whatever words are alike, and whether the frames fit any of them."
+    "Scores are equal to the last digit, whether words sound alike or not, and whether any of them fit the frames."
     rng = np.random.default_rng(seed)
     spellings = [[tuple(rng.integers(1, 4, rng.integers(1, 4))) for _ in range(rng.integers(1, 3))] for _ in range(4)]
     common = rng.integers(0, 4, 3)
@@ -236,14 +236,14 @@ def test_acoustic_scores_are_those_of_all_paths(seed):
     starts = np.cumsum([0, *map(len, texts)])
     words = np.concatenate(texts).astype(np.int64)
     expected = [by_all_spellings(x, text, spellings) for text in texts]
-    for much in (math.inf, -1): # Nodes from which on a list has bounds: never, always
+    for much in (math.inf, -1): # Nodes from which on a list has bounds: never or always
         with patch('b2t_kaggle.decoding.acoustic._MUCH', much):
             assert acoustic_scores(x, words, starts, pronunciations(spellings), False).tolist() == expected
 
 
 @pytest.mark.parametrize('fits', [True, False])
 def test_acoustic_scores_of_long_trials(fits):
-    "Most of all paths are never looked at, and it makes no difference."
+    "Most paths are skipped, which does not change the scores."
     rng = np.random.default_rng(0)
     spellings = [[tuple(rng.integers(1, 39, 3))] for _ in range(50)]
     spoken = rng.integers(0, 50, 200)
@@ -260,8 +260,7 @@ def test_acoustic_scores_of_long_trials(fits):
 
 
 def test_recombination_keeps_the_nbest(lm):
-    """A beam that prunes nothing of what matters finds the same n-best as a much wider one, in spite of merged
-    histories."""
+    "A beam that prunes nothing important finds the same n-best as a much wider one, although histories are merged."
     for seed in range(5):
         x = spoken(8, seed)
         narrow, wide = (LexiconBeamDecoder(LEXICON, lm, beam=b, nbest=20).decode(x) for b in (200, 3000))
@@ -270,16 +269,16 @@ def test_recombination_keeps_the_nbest(lm):
 
 
 def test_beam_width(lm):
-    """The best score never falls by much and in the end not at all as the beam grows; even a beam of one gives a
-    sentence."""
+    """As the beam grows, the best score falls by little at most, and the widest beam has the highest; even a beam of
+    one gives a sentence."""
     x = spoken(12, 3)
     totals = [LexiconBeamDecoder(LEXICON, lm, beam=b, nbest=1).decode(x)[0].total for b in (1, 4, 16, 64, 256, 1024)]
     assert max(totals) == pytest.approx(totals[-1], abs=1e-9) and totals[0] < totals[-1]
 
 
 def test_clear_frames_have_a_list_too(lm):
-    """Where a threshold leaves fewer sentences than were asked for, a list is filled all the same, in streams, too; a
-    wide search without a threshold knows no better first one."""
+    """If the threshold leaves fewer sentences than requested, the list is completed, also in streams. A wide search
+    without a threshold finds the same best sentence."""
     n_left = []
     for seed in range(5):
         x = log_softmax(2.5*spoken(3, seed))
@@ -298,7 +297,7 @@ def test_clear_frames_have_a_list_too(lm):
 
 
 def test_streams_equal_the_offline_result(lm):
-    "In frames, in bits, in several streams at once, after one that was left unfinished, and after a refused push."
+    "Frame by frame, in pieces, in several simultaneous streams, after an unfinished stream, and after a refused push."
     decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
     trials = [spoken(n, n) for n in (10, 7, 0)]
     expected = [decoder.decode(x) for x in trials]
@@ -319,7 +318,7 @@ def test_streams_equal_the_offline_result(lm):
 
 
 def test_forgotten_streams(lm):
-    "The search of a stream that nobody finishes goes back to the decoder, unless it was interrupted."
+    "The search of an unfinished stream returns to the decoder, unless the stream was interrupted."
     decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
     x = spoken(7, 1)
     expected = decoder.decode(x)
@@ -347,13 +346,13 @@ def test_processes_and_order(lm):
 
 
 def without_file(lm):
-    "The same model without the name of its file, so that KenLM must be asked."
+    "The same model without its file's name, so that the decoder queries KenLM."
     return NGram(load_kenlm(lm.path), 'nowhere.arpa')
 
 
 def test_kenlm_and_automaton_agree(tmp_path):
-    """The n-gram as arrays and KenLM asked through Python: the same n-best, also streamed, in processes, and when
-    the table of answers begins anew."""
+    """The n-gram as arrays and KenLM queried from Python give the same n-best, also streamed, in processes, and after
+    the table of answers has been cleared."""
     lm = ngram(3, tmp_path)
     trials = [spoken(n, n) for n in (0, 3, 9, 12)]
     known, asked = LexiconBeamDecoder(LEXICON, lm, beam=40), LexiconBeamDecoder(LEXICON, without_file(lm), beam=40)
@@ -372,7 +371,7 @@ def test_kenlm_and_automaton_agree(tmp_path):
 
 @pytest.mark.parametrize('kind', ['probing', 'trie'])
 def test_kenlm_binaries(kind, tmp_path):
-    "A KenLM binary decodes as the ARPA file does that it was made from."
+    "A KenLM binary decodes like the ARPA file from which it was built."
     lm = load_ngram(ngram(3, tmp_path).path)
     binary = load_ngram(kenlm_binary(lm.path, tmp_path/'lm.bin', kind))
     assert (type(lm), type(binary)) == (Automaton, NGram)
@@ -385,7 +384,7 @@ def test_kenlm_binaries(kind, tmp_path):
 
 
 def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
-    "The decoder of a run has the ARPA file as an automaton, which scores sentences as KenLM does."
+    "The decoder of a run converts the ARPA file into an automaton, which scores sentences as KenLM does."
     from b2t_kaggle.pipeline.decoder import open_decoder
     from b2t_kaggle.pipeline.run import Run
     run = Run(tmp_path/'run', tmp_path)
@@ -400,14 +399,14 @@ def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(('size', 'stride', 'first_bin', 'begin', 'step'), [
-    (14, 4, 0, 100, 80),  # The first patch is the bins 0 to 13, its middle 140 ms; it stands for the 80 ms around it
-    (14, 4, 4, 180, 80),  # The same without four bins that smoothing left out
+    (14, 4, 0, 100, 80),  # The first patch is bins 0 to 13, with its middle at 140 ms; it covers the 80 ms around it
+    (14, 4, 4, 180, 80),  # The same without the four bins that smoothing removed
     (4, 4, 0, 0, 80),
     (20, 10, 2, 140, 200),
-    (0, 0, 0, 0, 20),     # No patches: a frame is a bin
+    (0, 0, 0, 0, 20),     # No patches: each frame is one bin
 ])
 def test_times_of_a_run(tmp_path, size, stride, first_bin, begin, step):
-    "Words of a run's decoder begin and end where the bins do that their frames stand for."
+    "Words start and end with the bins that their frames cover."
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.pipeline.decoder import open_decoder
     from b2t_kaggle.pipeline.run import Run
@@ -417,13 +416,13 @@ def test_times_of_a_run(tmp_path, size, stride, first_bin, begin, step):
     build_ngram(['i a', 'a'], run.lm_path, order=2)
     x = noisy([BLANK, *to_class_ids(['AY']), SIL, BLANK, BLANK, *to_class_ids(['AH', 'AH']), SIL], sharp=12)
     expected = [('i', begin + step, begin + 2*step), ('a', begin + 5*step, begin + 7*step)]
-    own = open_decoder(run).decode(x)[0] # A client of the server may smooth as it likes: nothing is left out
+    own = open_decoder(run).decode(x)[0] # A server's client may smooth in its own way, so no bins are subtracted
     assert [w[:3] for w in own.words] == [(w, a - 20*first_bin, b - 20*first_bin) for w, a, b in expected]
     index = pd.DataFrame(dict(session=['t15.2023.08.11'], key=['trial_0000']))
     store = LogitStore.write(run.logits('test'), [x], index, dict(config=run.cfg.dump(), first_bin=first_bin))
     assert [w[:3] for w in open_decoder(run).decode(store[0])[0].words] == expected
     LogitStore.write(run.logits('test'), [x], index, {})
-    assert open_decoder(run).options.frame_ms is None # Of another program: times are not known
+    assert open_decoder(run).options.frame_ms is None # Another program's output, whose times are unknown
 
 
 def test_kenlm_from_several_threads(lm):
@@ -435,8 +434,8 @@ def test_kenlm_from_several_threads(lm):
 
 
 def test_pruning_changes_little(lm):
-    """Without threshold and skipped blanks the best sentence is the same in clear trials; a threshold near zero is
-    greedy; certain blanks change nothing at all."""
+    """Without threshold and blank skipping, most best sentences of clear trials stay the same; a threshold near zero
+    makes the search greedy; skipping certain blanks changes nothing."""
     trials = [spoken(8, seed) for seed in range(20)]
     decode = lambda **options: [
         h[0].text for h in LexiconBeamDecoder(LEXICON, lm, **options).decode_all(trials, progress=False)
@@ -482,7 +481,7 @@ def test_word_frames(lm):
     best = decoder.decode(x)[0]
     assert best.text == 'a c' and decoder.word_frames(x, best.text).tolist() == [[1, 3], [7, 9]]
     single = LexiconBeamDecoder({w: p[:1] for w, p in LEXICON.items()}, lm)
-    for seed in range(5): # One pronunciation each: as the alignment of the labels has it
+    for seed in range(5): # With one pronunciation per word, spans equal the alignment of the labels
         x = spoken(6, seed)
         h = single.decode(x)[0]
         labels = np.array([k for w in h.text.split() for k in (*to_class_ids(LEXICON[w][0]), SIL)])
@@ -494,7 +493,7 @@ def test_word_frames(lm):
         )
     with pytest.raises(ValueError, match="'x' is not in the lexicon"):
         decoder.word_frames(x, 'x')
-    x = np.full((4, 41), 1e-4) # The blank of the second frame is likelier than AA, but not after its penalty
+    x = np.full((4, 41), 1e-4) # The blank of the second frame is more probable than AA, but not after the penalty
     for t, k, p in (0, 1, .99), (1, BLANK, .8), (1, 1, .19), (2, SIL, .99), (3, BLANK, .99): x[t, k] = p
     spans = [
         penalised.word_frames(penalised.prepare(np.log(x)).log_probs, 'a').tolist()
@@ -504,7 +503,7 @@ def test_word_frames(lm):
 
 
 def test_times_of_words(lm):
-    "Within a frame of where the phonemes of a sentence were put, for streams as well."
+    "Times are within one frame of the simulated phonemes, also in streams."
     options = dict(beam=300, frame_ms=80.0, frame_offset_ms=100.0)
     decoder = LexiconBeamDecoder(LEXICON, lm, **options)
     text = ['c', 'd', 'aa', 'a']
@@ -536,7 +535,7 @@ def test_times_of_words(lm):
 
 
 def alignments(a, b):
-    "The pairs of equal words in every alignment of fewest edits of two lists of words, by enumeration."
+    "Pairs of equal words in every alignment with the fewest edits of two lists of words, by enumeration."
     best = {}
     for n in range(min(len(a), len(b)) + 1):
         for left in itertools.combinations(range(len(a)), n):
@@ -547,8 +546,8 @@ def alignments(a, b):
 
 
 def test_confidences_against_all_paths(lm):
-    """With every sentence in the list, posteriors are those of the sum over all paths. The confidence of a word is the
-    posterior of the sentences that have it at its place in an alignment of fewest edits."""
+    """If the list has every sentence, posteriors equal those of the sum over all paths. A word's confidence is the
+    total posterior of the sentences that have it at its place in an alignment with the fewest edits."""
     lexicon = {'a': [['AA']], 'b': [['B']], 'c': [['K']]}
     likely = [BLANK, SIL, *to_class_ids(['AA', 'B', 'K'])]
     x = np.random.default_rng(3).standard_normal((6, 41))
@@ -575,11 +574,11 @@ def test_confidences_against_all_paths(lm):
 
 
 def test_confidences_of_partial_results(tmp_path):
-    """The words so far are those of the best path through the frames so far, and their confidences the shares of the
-    texts that have them, each scored by its best path, the n-gram and the look-ahead; by enumeration of paths."""
+    """Partial words are those of the best path so far. Their confidences are the shares of the texts that contain them,
+    each scored by its best path, the n-gram and the look-ahead, by enumeration of paths."""
     kenlm = pytest.importorskip('kenlm')
     words = {'AA': 'a', 'B': 'b', 'K': 'c'}
-    texts = [' '.join(w) for n in (1, 2, 3) for w in itertools.product('abc', repeat=n)] # The n-gram tells all apart
+    texts = [' '.join(w) for n in (1, 2, 3) for w in itertools.product('abc', repeat=n)] # The n-gram tells them apart
     lm = build_ngram([*texts, 'a b a', 'b c b a', 'a a'], tmp_path/'lm.arpa', order=4)
     model = kenlm.Model(str(lm))
     def score_of(text, bos): return math.log(10)*model.score(text, bos=bos, eos=False) if text else 0.
@@ -618,24 +617,24 @@ def test_confidences_of_partial_results(tmp_path):
 
 
 def test_homophones_without_limit(lm):
-    "Thousands of words of one pronunciation: all are scored by the n-gram, none is dropped, and buffers grow."
+    "Thousands of words have one pronunciation: the n-gram scores all, none is dropped, and buffers grow."
     lexicon = {f'x{i}': [['AA']] for i in range(3000)} | {'b': [['AA']]}
     found = LexiconBeamDecoder(lexicon, lm, beam=50, nbest=4000).decode(noisy([*to_class_ids(['AA']), SIL]))
     assert found[0].text == 'b' and sum(h.n_words == 1 for h in found) == 3001
 
 
 def test_long_trials(lm):
-    "Histories grow with the trial; nothing depends on how many there are."
+    "Histories grow with the trial, and their number has no limit."
     x = spoken(400, 2)
     found = LexiconBeamDecoder(LEXICON, lm, beam=60).decode(x)
     assert len(found) == 10 and found[0].n_words > 350
 
 
 def test_final_sil_may_be_missing(lm):
-    """The last word is found without its SIL at the cost of a missing SIL; a beam without any complete hypothesis
-    finishes the word."""
+    """The last word is found without its SIL, at the cost of a missing SIL; if no hypothesis in the beam is complete,
+    the word is completed."""
     ids = [*to_class_ids(['AA']), SIL, *to_class_ids(['K', 'AA'])]
-    # Too few frames for the last word and its SIL: which compromise is best depends on the weights
+    # There are too few frames for the last word and its SIL, so the best compromise depends on the weights
     assert LexiconBeamDecoder(LEXICON, lm, beam=50, acoustic_scale=0.6).decode(noisy(ids, sharp=12))[0].text in (
         'a',
         'a c',
@@ -643,8 +642,8 @@ def test_final_sil_may_be_missing(lm):
     narrow = LexiconBeamDecoder(LEXICON, lm, beam=1).decode(noisy(ids, sharp=12))
     assert {h.text for h in narrow} <= {'a', 'a c'} and all(math.isfinite(h.total) for h in narrow)
     single, several = (LexiconBeamDecoder(LEXICON, lm, beam=1, nbest=n) for n in (1, 10))
-    b = to_class_ids(['B']).tolist() # Of two homophones, and the beginning of a third pronunciation
-    assert [h.text for h in single.decode(noisy(b, sharp=12))] == ['']     # One frame holds no word with its SIL
+    b = to_class_ids(['B']).tolist() # The pronunciation of two homophones, and the beginning of a third one
+    assert [h.text for h in single.decode(noisy(b, sharp=12))] == ['']     # One frame cannot hold a word and its SIL
     assert single.decode(noisy(b*2, sharp=12)) == several.decode(noisy(b*2, sharp=12))[:1]
     assert {h.text for h in several.decode(noisy(b*2, sharp=12))} == {'', 'b', 'd'}
 
@@ -708,7 +707,7 @@ def test_refused_parameters(args, words, lm):
 
 
 def test_model_without_unk(tmp_path):
-    "KenLM gives an unknown word 10^-100 where the model has no <unk>: possible, but the last choice."
+    "Without <unk> in the model, KenLM gives an unknown word 10^-100, so it is possible but least probable."
     (tmp_path / 'lm.arpa').write_text(
         '\\data\\\nngram 1=3\nngram 2=1\n\n'
         '\\1-grams:\n0\t<s>\t0\n-1\t</s>\t0\n-1\ta\t0\n\n\\2-grams:\n-0.1\t<s> a\n\n\\end\\\n'
@@ -720,7 +719,7 @@ def test_model_without_unk(tmp_path):
 
 
 def test_needs_no_torch():
-    "Decoding works where no deep learning framework is installed."
+    "Decoding works without any deep learning framework."
     code = (
         'import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython"])); '
         'import b2t_kaggle.decoding.decoder'
@@ -729,8 +728,8 @@ def test_needs_no_torch():
 
 
 def test_real_sentences(tmp_path):
-    """Real sentences, simulated posteriors, a lexicon of all their words, and a trigram of the other half: the words
-    come out better than the phonemes did."""
+    """Real sentences with simulated posteriors, a lexicon of all their words, and a trigram of the other half: the word
+    error rate is below the phoneme error rate."""
     labels = Path(__file__).parents[2]/'shared'/'t15'/'phoneme_labels.csv'
     if not labels.exists(): pytest.skip(f'the real sentences are not here: {labels}')
     rows = pd.read_csv(labels)
@@ -766,7 +765,7 @@ def test_real_sentences(tmp_path):
 
 
 def test_probabilities_of_zero(lm):
-    "One-hot rows decode; what they rule out scores as if by e^-10000, and its totals stay finite."
+    "One-hot rows can be decoded: excluded classes score like e^-10000, and totals stay finite."
     with np.errstate(divide='ignore'):
         x = np.log(np.eye(41))[[*to_class_ids(['AA']), SIL, BLANK, *to_class_ids(['K', 'AA']), SIL]]
     assert np.isneginf(x).any()
@@ -786,20 +785,20 @@ def test_defaults_are_those_of_the_configuration():
     of_decoder = {
         name: p.default
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
-        # Three are no keys of a run, and the last six are the model's
+        # The first three are not keys of a run, and the last six belong to the model
         if name not in ('lexicon', 'lm', 'fusion', 'merge', 'frame_ms', 'frame_offset_ms',
                         'temperature', 'tokens', 'blank', 'word_end')
     }
-    of_config = DecodeConfig().model_dump(exclude={'tune'})  # That of `tuning`
-    of_config = {k: v for k, v in of_config.items() if not k.startswith('llm')}  # test_fusion has those of the fusion
+    of_config = DecodeConfig().model_dump(exclude={'tune'})  # A key of `tuning`
+    of_config = {k: v for k, v in of_config.items() if not k.startswith('llm')}  # Compared in test_fusion
     assert of_decoder.keys() == of_config.keys()
     assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {
         'nbest'
-    }  # A run may keep more, for an LLM to rank anew
+    }  # A run may keep more, for an LLM to rerank
 
 
 def test_arrays_of_any_library(lm):
-    "Tensors with a gradient, in half precision and bfloat16, also that of JAX: as the same numbers in float64."
+    "Tensors with gradients, in half precision and bfloat16, and JAX arrays give the same numbers in float64."
     torch = pytest.importorskip('torch')
     ml_dtypes = pytest.importorskip('ml_dtypes')
     decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
@@ -822,13 +821,13 @@ def test_arrays_of_any_library(lm):
 
 
 def sentences_of_tokens(log_probs, tokens, lexicon, blank, word_end):
-    "Every sentence that some path over the tokens spells, by enumeration of all paths: text -> (best, log-sum)."
+    "Every sentence that a path over the tokens spells, by enumeration of all paths: text -> (best, log-sum)."
     ends = [] if word_end is None else [word_end]
     spellings = {w: [[*pron, *ends] for pron in prons] for w, prons in lexicon.items()}
     used = sorted({blank, *(s for prons in spellings.values() for pron in prons for s in pron)})
     n_frames = len(log_probs)
-    said = {(): {''}}  # Labels -> texts that are spelled so
-    for _ in range(n_frames):  # A word longer at a time
+    said = {(): {''}}  # Labels -> texts with this spelling
+    for _ in range(n_frames):  # In each round, texts grow by one word
         for labels, texts in list(said.items()):
             for w, prons in spellings.items():
                 for pron in prons:
@@ -864,8 +863,8 @@ SPELLED = {
     st.booleans(),
 )
 def test_other_models_equal_enumeration(tmp_path_factory, seed, frames, model, merge, word_score, order, one_by_one):
-    """Characters with a space, word pieces without anything between words, and many classes: all sentences and their
-    scores, also in a stream. What no word uses takes probability away."""
+    """Characters with a space, word pieces without a separator, and many classes: all sentences and their scores, also
+    in a stream. Classes that no word uses take probability away."""
     folder = tmp_path_factory.getbasetemp()/'other_models'
     folder.mkdir(exist_ok=True)
     lm = ngram(order, folder)
@@ -892,12 +891,12 @@ def test_other_models_equal_enumeration(tmp_path_factory, seed, frames, model, m
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_order_of_classes_makes_no_difference(tmp_path_factory, seed):
-    "To the last digit; a name may be given by its number."
+    "Results are equal to the last digit; a token may be given by name or number."
     folder = tmp_path_factory.getbasetemp()/'order_of_classes'
     folder.mkdir(exist_ok=True)
     lm = ngram(2, folder)
     x = spoken(4, seed)
-    # Blank, word's end and tokens are found by name; the others stay in their order, by which ties are broken
+    # Blank, word end and tokens are found by name; the others keep their order, which decides ties
     order = np.insert(np.arange(1, 40), [5, 20], [BLANK, SIL]) if seed % 2 else np.array([*range(1, 41), BLANK])
     expected = LexiconBeamDecoder(LEXICON, lm, beam=30).decode(x)
     for blank in ('BLANK', int(np.flatnonzero(order == BLANK)[0])):
@@ -907,7 +906,7 @@ def test_the_order_of_classes_makes_no_difference(tmp_path_factory, seed):
 
 
 def test_models_that_are_refused(lm):
-    "In one line that says what to give."
+    "A one-line error says what to pass."
     with pytest.raises(TypeError, match='^lexicon: found a NoneType, expected a dict of words and their pron.*$'):
         LexiconBeamDecoder(None, lm, **LETTERS)
     for options, words in [

@@ -1,4 +1,4 @@
-"What is detected on simulated machines, what a run would use there, and that nothing is imported for it."
+"Detected devices on simulated machines, what a run would use there, and that detection imports no framework."
 import os
 import subprocess
 import sys
@@ -35,7 +35,7 @@ H200 = Gpu('NVIDIA H200', 140., '9.0', True)
 
 
 def machine(root, accel=0, vfio=0, pci=(), memory_kib=None):
-    "A file system with device files, PCI devices `(vendor, device)` and what the kernel says of its memory."
+    "A file system with device files, PCI devices `(vendor, device)` and the kernel's report of its memory."
     files = {f'dev/accel{i}': '' for i in range(accel)} | {f'dev/vfio/{i}': '' for i in range(vfio)}
     if vfio: files['dev/vfio/vfio'] = ''
     for i, values in enumerate(pci):
@@ -51,19 +51,19 @@ def machine(root, accel=0, vfio=0, pci=(), memory_kib=None):
 def chips(device, n): return [('0x1ae0', device)] * n
 
 
-NETWORK_CARD = ('0x1ae0', '0x0042') # Of the same vendor, in every virtual machine of Google's
+NETWORK_CARD = ('0x1ae0', '0x0042') # Of the same vendor, in every virtual machine of Google
 
 
 @dataclass
 class Simulated:
-    "A machine, and what is expected of it."
+    "A machine and the expected results."
     variables: dict[str, str] = field(default_factory=dict)
     files: dict = field(default_factory=dict)            # Arguments of `machine`
     packages: dict[str, str] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
     kind: str = 'cpu'
     tpu: tuple = (None, None, None, None)                # Generation, chips, cores, XLA devices
-    plan: tuple = ('cpu', None, None, 1)                 # Of torch: kind, name, precision, devices; None is not checked
+    plan: tuple = ('cpu', None, None, 1)                 # For PyTorch: kind, name, precision, devices; None: unchecked
     words: list[str] = field(default_factory=list)       # Of the table
 
 
@@ -196,7 +196,7 @@ def test_simulated(name, tmp_path):
 
 @pytest.mark.parametrize('name', [n for n in SIMULATED if SIMULATED[n].kind == 'tpu'])
 def test_auto_and_by_name_agree(name, tmp_path):
-    "Where `auto` does not take a TPU, naming it is an error with the same reason; elsewhere it is the same device."
+    "If `auto` does not use a TPU, naming it raises an error with the same reason; otherwise both pick the same device."
     d = simulate(name, tmp_path)
     auto = plan_torch(d)
     if auto.kind == 'xla':
@@ -227,7 +227,7 @@ def test_precision_on_a_gpu(tmp_path):
 
 
 def test_what_pytorch_emulates_does_not_count(monkeypatch):
-    "PyTorch says that a T4 supports bfloat16, unless it is asked without emulation."
+    "PyTorch reports that a T4 supports bfloat16, unless it is asked to exclude emulation."
     import torch
     t4 = SimpleNamespace(name='Tesla T4', total_memory=15 * 2**30, major=7, minor=5)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
@@ -287,8 +287,8 @@ TF_TPU = {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'}
 NO_KERNELS = ('has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in a separate '
               'environment: pip install')
 
-# simulated machine, packages (None: the machine's own), accelerator
-# -> kind, precision, devices, words of the reason; or words of the error
+# Simulated machine, packages (None: the machine's own), accelerator -> kind, precision, devices, words of the reason;
+# or words of the error
 TENSORFLOW = {
     'TPU, by itself': ('kaggle v5e-8', TF_TPU, 'auto', ('tpu', 'bfloat16', 8, 'the TPU is the fastest here')),
     'TPU, asked for': ('kaggle v3-8', TF_TPU, 'tpu', ('tpu', 'bfloat16', 8, 'asked for')),
@@ -370,7 +370,7 @@ def test_a_pod_is_found_by_its_name(tmp_path):
 
 
 def test_vfio_alone_is_no_tpu(tmp_path):
-    "A machine that hands any other device to a program has the same kind of device file."
+    "A machine that passes any other device to a program has the same kind of device file."
     assert find_tpu({}, machine(tmp_path, vfio=2, pci=[NETWORK_CARD, ('0x10de', '0x0063')])) is None
 
 
@@ -384,7 +384,7 @@ def test_driver_is_silent_or_odd(monkeypatch):
 def test_generations_are_consistent():
     for name, g in TPU_GENERATIONS.items():
         assert tpu_type(f'{name}-8') == (g, 8) and g.cores % g.devices == 0
-        # Every generation since v2 is balanced between 60 and 600 operations a byte; a slip of a unit would leave that
+        # Every generation since v2 performs between 60 and 600 operations per byte; a wrong unit would be outside
         assert 60 < g.tflops * 1000 / g.hbm_gbps < 600
 
 
@@ -402,7 +402,7 @@ def test_variables_that_say_nothing():
 
 
 def python(code, tmp_path, **env):
-    "Run code in a new process, with packages of `tmp_path` in front of ours and without the variables of this machine."
+    "Run code in a new process, with the packages in `tmp_path` before ours and without the variables of this machine."
     accelerators = ('TPU_', 'PJRT', 'XLA_', 'COLAB', 'ISTPU', 'CPU_NUM')
     clean = {k: v for k, v in os.environ.items() if not k.startswith(accelerators)}
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=400, cwd=tmp_path,
@@ -439,7 +439,7 @@ def fake_package(root, name, version, **modules):
 
 
 def test_tensorflow_by_any_name(tmp_path):
-    "Without site-packages, so that it is the only one."
+    "Without site-packages, so that it is the only TensorFlow."
     fake_package(tmp_path, 'tensorflow', '0', __init__='')
     (tmp_path/'tensorflow-0.dist-info').rename(info := tmp_path/'tf_nightly-2.22.0.dev20261101.dist-info')
     (info/'METADATA').write_text('Metadata-Version: 2.1\nName: tf_nightly\nVersion: 2.22.0.dev20261101\n')
@@ -464,7 +464,7 @@ except DeviceError as e: print('ERROR', e)
 
 
 def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
-    "A torch_xla that says 4: the plan's number (8, by the type) gives way to the runtime's."
+    "A torch_xla that reports 4 devices: the runtime's number replaces the plan's (8, from the type)."
     import torch
     fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__='',
                  runtime='def global_runtime_device_count(): return 4')
@@ -527,7 +527,7 @@ for x in layouts(64, 256):
 
 
 def test_onednn_multiplies_without_its_reference(tmp_path):
-    "Whatever lies between the rows and columns of two matrices; its reference takes a minute for a step's product."
+    "For matrices with any strides; oneDNN's reference implementation takes a minute for the products of one step."
     from b2t_kaggle.devices.products import _is_onednn_faster
     if not _is_onednn_faster(): pytest.skip('products are not oneDNN\'s on this processor')
     r = subprocess.run([sys.executable, '-c', PRODUCTS], capture_output=True, text=True, timeout=400, cwd=tmp_path,

@@ -24,7 +24,7 @@ from b2t_kaggle.cli.command import main
 from b2t_kaggle.data.download import DOI, DownloadError, RemoteFile, download, unpack_zip
 from b2t_kaggle.lm.public_models import MODELS
 
-CONTENT = bytes(range(251))*40  # 10,040 bytes; no two parts of the same length are equal
+CONTENT = bytes(range(251))*40  # 10,040 bytes, in which no two parts of the same length are equal
 NAMES = {
     't15_copyTask_neuralData': 'hdf5_data_final/t15.2023.08.11/data_train.hdf5',
     't15_pretrained_rnn_baseline': 't15_pretrained_rnn_baseline/checkpoint/args.yaml',

@@ -1,5 +1,5 @@
-"""What every encoder of PyTorch must do. The registry is the list: an encoder is tested by being there. What its fields
-may change about it is tested for the variants, too."""
+"""Requirements of every PyTorch encoder. All encoders in the registry are tested, and the variants are tested for
+everything that their fields may change."""
 import sys
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(data, tmp_path_factory):
-    "The folder and the result of a training that was never interrupted, by encoder."
+    "Folder and result of an uninterrupted training, by encoder."
     runs = {}
     def get(name):
         if name not in runs:
@@ -77,8 +77,8 @@ def test_the_layer_that_reads_patches_has_these_parameters(name):
 @pytest.mark.parametrize('where', ['processor', 'accelerator'])
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
 def test_padding_changes_nothing(name, where, monkeypatch):
-    """What lies beyond a trial's end is garbage here, not even numbers; in both ways to compute it, those of a
-    processor and of an accelerator, in training and in evaluation."""
+    """Bins after a trial's end are garbage here, even NaN. Both implementations, for a CPU and for an accelerator, are
+    tested in training and in evaluation."""
     if where == 'accelerator': monkeypatch.setattr(Frontend, '_packed', Frontend._padded)
     cfg = config(name)
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def train_in_a_copy(allowed, folder, cfg, out, n_threads):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
-    "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
+    "After SIGKILL at a checkpoint, the final weights equal those of an uninterrupted run, bit for bit."
     without_kill, result = trained(name)
     cfg = with_steps(config(name), result['step'])
     arguments = data, cfg, tmp_path, torch.get_num_threads()
@@ -133,7 +133,7 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
 def test_saves_and_loads(name, data, trained, tmp_path):
-    "`best.pt` holds all of it: what is inferred from the file is what the model in memory says."
+    "Inference from `best.pt` equals the model in memory."
     out, _ = trained(name)
     model, cfg = load_model(out/'best.pt')
     assert type(model).Config is type(cfg.model) and cfg.model == config(name).model
@@ -158,7 +158,7 @@ def test_official_form_or_refusal(name, trained, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_accumulated_gradients(name, data):
-    "A batch in two parts gives the losses and the gradient of the whole one."
+    "A batch in two parts has the losses and the gradient of the whole batch."
     results = []
     for accumulate in (1, 2):
         cfg = config(name, accumulate=accumulate)
@@ -170,7 +170,8 @@ def test_accumulated_gradients(name, data):
 
 @pytest.fixture(scope='module')
 def in_two_processes(request, data, tmp_path_factory):
-    "A folder for each encoder. One pair of processes trains them all: starting it takes longer than the few steps."
+    """A folder for each encoder. One pair of processes trains all of them, because starting it takes longer than the
+    steps."""
     names = [item.callspec.params['name'] for item in request.session.items
              if item.name.startswith('test_two_processes[')]
     out = tmp_path_factory.mktemp('pair')
@@ -180,7 +181,7 @@ def in_two_processes(request, data, tmp_path_factory):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_two_processes(name, data, in_two_processes, tmp_path):
-    "DistributedDataParallel over gloo takes the steps of one process; `launch` itself is tried in test_trainer."
+    "DistributedDataParallel with gloo takes the steps of one process; test_trainer tests `launch` itself."
     one = train(*open_toy(data), config(name, **FEW), tmp_path, progress=False)
     two = load_file(in_two_processes/name/'last.pt')
     history = read_history(in_two_processes/name/'history.csv')
@@ -190,7 +191,7 @@ def test_two_processes(name, data, in_two_processes, tmp_path):
 
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
 def test_streams_where_it_is_causal(name, data, trained):
-    "Bins that come in pieces of any length give the frames of the whole trial; an encoder that is not causal says so."
+    "Bins in pieces of any length give the frames of the whole trial; an encoder that is not causal raises an error."
     model, cfg = load_model(trained(name)[0]/'best.pt')
     store, _ = open_toy(data)
     x = np.array(store[3].features, dtype=np.float32)
@@ -213,7 +214,7 @@ def test_the_names_are_the_files():
 
 @pytest.mark.parametrize('name', [n for n in NAMES_AND_VARIANTS if build_model(config(n).model, 2).is_causal])
 def test_from_bins_to_words(name, data, trained, tmp_path):
-    "A stream of bins gives partial words, and in the end the n-best of the whole trial."
+    "A stream of bins gives partial words, and finally the n-best of the whole trial."
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.decoding.streaming import Stream
     from b2t_kaggle.lm.automaton import Automaton
@@ -229,7 +230,7 @@ def test_from_bins_to_words(name, data, trained, tmp_path):
     def padded(log_probs): return np.pad(log_probs, ((0, 0), (0, 41 - log_probs.shape[1])), constant_values=-30.)
 
     class Padded(EncoderStream):
-        "The toy has 5 classes, the decoder's alphabet 41."
+        "Pads the toy's 5 classes to the decoder's 41."
         def push(self, bins): return padded(super().push(bins))
         def finish(self): return padded(super().finish())
 

@@ -1,4 +1,5 @@
-"The pages of a run's errors and of a replay in a real browser: sorting, filtering, a trial, playing, width, size."
+"""The pages of a run's errors and of a replay in a real browser: sorting, filtering, opening a trial, playback, width
+and size."""
 import json
 import time
 
@@ -35,13 +36,13 @@ def test_figures_are_those_of_the_run(run):
     assert [t['edits'] for t in data['trials']] == table.edits.tolist()
     assert [t['text'] for t in data['trials']] == table.hypothesis.tolist()
     np.testing.assert_allclose([t['per'] for t in data['trials']], table.per, atol=1e-4)
-    for t in data['trials']: # Equal words are single
+    for t in data['trials']: # Equal words are stored as one string
         pairs = [[op, op] if isinstance(op, str) else op for op in t['ops']]
         assert [r for r, _ in pairs if r] == t['reference'].split()
 
 
 def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):
-    "With the 160 frames and 7 words that real trials have at most on average."
+    "Estimated with 160 frames and 7 words per trial, at least the averages of real trials."
     frames = explore.frame_picture(np.log(np.full((160, 41), 1/41)))
     def size(t): return len(json.dumps(t | dict(frames=''), separators=(',', ':')))
     texts = [(size(t) - len(t['features']))/t['words'] for t in explore.error_data(run)['trials']]

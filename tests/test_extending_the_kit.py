@@ -16,12 +16,13 @@ from test_pipeline import SMALL, sets
 from b2t_kaggle.pipeline.submission import validate_submission
 
 GUIDES = ROOT/'nbs'/'guides'
-# By module: its page, and the tag of its cells there
+# Module: its page, and the tag of its cells there
 ENCODERS = {'gain': ('extending_the_kit', 'augmentation'), 'smooth': ('extending_the_kit', 'loss'),
             'masked': ('pretraining', 'pretraining'), 'conv': ('adding_an_encoder', 'encoder'),
             'slow': ('adding_an_encoder', 'lengths')}
 
-# Below the cells that show an encoder of whole trials. It needs more than a hundred steps: its logits hardly move
+# Added below the cells that define an encoder of whole trials, which needs more than a hundred steps: its logits hardly
+# move
 SLOW_ENCODER = """
 class SlowConfig(CentredConfig):
     name: Literal['slow'] = 'slow'
@@ -122,7 +123,7 @@ def test_the_pretraining_fits_in_80_lines():
 
 
 def least_risk(hyps):
-    "The sentence with the fewest expected word errors, by jiwer, and its risk."
+    "The sentence with the fewest expected word errors, computed by jiwer, and its risk."
     totals = np.array([h['total'] for h in hyps])
     p = np.exp(totals - np.logaddexp.reduce(totals))
     def errors(reference, text):
@@ -145,7 +146,7 @@ for line in map(json.loads, sys.argv[1:]):
 
 
 def b2t(root, *lines):
-    "Stages executed by each command; one process runs all. That a stage may have its own is tested in test_pipeline."
+    "Stages executed by each command, all in one process; test_pipeline tests stages in separate processes."
     lines = [json.dumps(list(map(str, line))) for line in lines]
     printed = run(root, sys.executable, '-c', RUN, *lines).stdout.splitlines()
     return [line.split()[1:] for line in printed if line.startswith('executed')]
@@ -153,10 +154,10 @@ def b2t(root, *lines):
 
 @pytest.fixture(scope='module')
 def runs(checkout, tmp_path_factory):
-    "A run with the new loss term, one with the new encoder, and what each command executed."
+    "A run with the new loss term, a run with the new encoder, and the stages that each command executed."
     folder = tmp_path_factory.mktemp('runs')
     shared = ['--out', folder, '--work', folder/'data']
-    # The word score makes sentences of more than one word, whose risks differ
+    # The word score favours sentences of several words, whose risks differ
     smooth = [*shared, '--name', 'smooth', *sets(SMALL | {'model.name': 'smooth', 'decode.word_score': 6})]
     others = {k: v for k, v in SMALL.items() if not k.startswith('model.')}
     conv = [*shared, '--name', 'conv', *sets(others | {'model.name': 'conv', 'model.n_channels': 16})]
@@ -212,7 +213,7 @@ def test_the_tests_of_stages_and_their_growth_pass(checkout):
 
 
 def test_encoders_are_tested_without_further_files(checkout):
-    "`-k conv`, as the page says, finds the tests that run over the registry; files of other tests are left out here."
+    "`-k conv`, as on the page, selects the tests of the whole registry; files of other tests are ignored here."
     others = ['--ignore-glob', 'tests/test_[!e]*', *(f'--ignore=tests/{f}' for f in ('faults', 'tf', 'xla'))]
     tests = sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_triple_gru.py', 'tests', *others
     done = run(checkout, *tests, '-k', 'conv or slow or gain or smooth')
@@ -221,7 +222,7 @@ def test_encoders_are_tested_without_further_files(checkout):
 
 @pytest.mark.parametrize('word, finds', [('conv', True), ('bootstrap', False)])
 def test_an_encoders_name_finds_the_tests_on_xla(checkout, word, finds):
-    "Which `./kit test -k WORD` would run in an environment of their own."
+    "`./kit test -k WORD` would run these tests in a separate environment."
     plan = run(checkout, 'bash', '-c', 'make_env() { echo "environment ${1:-}"; }; pytest_some() { echo "run $*"; };'
                f'eval "$(sed -n \'/^test_some() {{/,/^}}/p\' kit)"; test_some -k {word}').stdout
     assert ('run tests/xla' in plan) == finds and 'run nbs tests --ignore tests/xla' in plan

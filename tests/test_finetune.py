@@ -1,4 +1,5 @@
-"LoRA on model classes with different layers: it learns deterministically, keeps the weights, saves atomically."
+"""LoRA on model classes with different layers: training is deterministic, keeps the model's weights, and saves
+atomically."""
 import os
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_a_tree_has_the_loss_and_the_gradient_of_rows(folders, kind):
     model = _add_lora(model, rank=4).eval()
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.manual_seed(0)
-    for p in trained: p.data = torch.randn_like(p)/4 # Otherwise one of the two thin matrices is zero
+    for p in trained: p.data = torch.randn_like(p)/4 # LoRA initialises one of the two thin matrices with zeros
     found = []
     for loss_of in (_batch_loss, _tree_loss):
         loss = loss_of(model, sequences, 2, True)

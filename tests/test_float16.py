@@ -1,5 +1,4 @@
-"""Training in float16: near float32, exact after a stop, and what an overflow, a bad trial and a scale that has
-collapsed each do."""
+"Training in float16: close to float32 and exact after a stop; overflows, bad trials and a collapsed loss scale."
 import math
 
 import numpy as np
@@ -35,13 +34,13 @@ def take(t, n): return [t.train_step(*t.loader(i)) for i in range(t.step, t.step
 
 
 def everything(t):
-    "Weights, moments and numbers of steps."
+    "Weights, moments and step counts."
     state = {f'{name}.{k}': v.clone() for name, s in t.optimizer.state_dict().items() for k, v in s.items()}
     return state | {k: v.clone() for k, v in t.model.state_dict().items()}
 
 
 def test_training_follows_float32_and_learns_the_same(stores):
-    "Losses of the first steps, and a toy that is overfitted in both; evaluated on the training trials themselves."
+    "Losses of the first steps, and a toy that both overfit, evaluated on the training trials themselves."
     same = [stores[0], stores[0]]
     sizes = dict(n_units=48, n_layers=1, accumulate=2, num_training_batches=80)
     kw = STILL | sizes | dict(smooth_data=False, lr_max_day=.02, lr_max=.02)
@@ -56,7 +55,7 @@ def test_training_follows_float32_and_learns_the_same(stores):
 
 
 def test_gradients_of_wide_layers_follow_float32(stores):
-    "From 256 units on the recurrence computes in float16 too."
+    "From 256 units on, the recurrence is also computed in float16."
     grads = {}
     for precision in ('float16', 'float32'):
         scale = 2.**8 if precision == 'float16' else None
@@ -71,7 +70,7 @@ def test_gradients_of_wide_layers_follow_float32(stores):
 
 
 def test_the_loss_is_computed_in_float32():
-    "Against float64, to more digits than float16 has."
+    "Compared with float64, to more digits than float16 has."
     torch.manual_seed(0)
     logits = torch.randn(2, 40, 41).half() * 5
     labels = torch.randint(1, 41, (2, 9))
@@ -97,7 +96,7 @@ def test_an_overflow_skips_one_step_and_halves_the_scale(stores):
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(stores, tmp_path, capsys):
-    "To the last bit, the scale and the skipped steps included; its first scale is too large for this model."
+    "Bitwise equal, including the scale and the skipped steps; the first scale is too large for this model."
     kw = dict(precision='float16', batches_per_val_step=6, lr_decay_steps=60, lr_decay_steps_day=60)
     once = train(*stores, config(num_training_batches=9, **kw), tmp_path/'once', progress=False)
     train(*stores, config(num_training_batches=2, **kw), tmp_path/'parts', progress=False)
@@ -117,7 +116,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(stores, tmp_path, capsys):
 
 
 def test_a_checkpoint_without_a_scale_goes_on(stores, tmp_path):
-    "From before there was float16, or of another precision."
+    "For example a checkpoint from before float16 was supported, or of another precision."
     kw = dict(batches_per_val_step=100)
     train(*stores, config(num_training_batches=2, precision='float32', **kw), tmp_path, progress=False)
     saved = load_file(tmp_path/'last.pt')
@@ -143,7 +142,7 @@ def test_a_bad_trial_is_no_overflow(stores, value):
 
 
 def test_a_scale_that_does_not_help_ends_the_run(stores, tmp_path, monkeypatch):
-    "Gradients that are infinite however they are scaled: from 2^16 on it is below 1 after 17 halvings."
+    "Gradients are infinite at any scale, which falls from 2^16 below 1 after 17 halvings."
     add_gradients = Trainer.add_gradients
     def spoilt(t, *args):
         losses = add_gradients(t, *args)
@@ -158,7 +157,7 @@ def test_a_scale_that_does_not_help_ends_the_run(stores, tmp_path, monkeypatch):
 
 
 def test_a_device_that_runs_ahead_skips_by_itself(stores, tmp_path, monkeypatch):
-    "Where the host looks at every tenth step only: the same weights, scale and history."
+    "If the host checks only every tenth step, weights, scale and history are the same."
     kw = dict(precision='float16', num_training_batches=12, batches_per_val_step=100, batches_per_save=100)
     class Accelerator(SingleDevice):
         def __init__(self, *args):
@@ -181,4 +180,4 @@ def test_inference_in_float16(stores, tmp_path):
                   for p in ('float16', 'float32'))
     for a, b in zip(low, exact):
         assert a.dtype == b.dtype == np.float32 and 0 < abs(a - b).max() < .02
-        assert abs(np.log(np.exp(a.astype(float)).sum(1))).max() < 1e-5 # a softmax in float16 would miss it by 1e-3
+        assert abs(np.log(np.exp(a.astype(float)).sum(1))).max() < 1e-5 # A softmax in float16 would differ by 1e-3

@@ -1,4 +1,4 @@
-"Log-probabilities of another program become sentences, error rates and a CSV with two commands."
+"Two commands turn log-probabilities of another program into sentences, error rates and a CSV."
 import os
 import pickle
 import zipfile
@@ -17,7 +17,7 @@ from b2t_kaggle.pipeline.foreign_logits import ORDERS, import_logits, normalised
 
 
 def frames(ids, order, rng):
-    "Probabilities [T', 41] that say a trial's phonemes, in an order of the classes."
+    "Probabilities [T', 41] that spell a trial's phonemes, with the classes in some order."
     scores = 7.*np.eye(41)[[k for i in ids for k in (i, 0)]] + rng.random((2*len(ids), 41))
     probs = np.exp(scores)/np.exp(scores).sum(1, keepdims=True)
     return probs[:, [PHONEMES.index(name) for name in ORDERS[order]]]
@@ -75,7 +75,8 @@ def test_a_run_names_another_order_of_the_classes(data):
 
 @pytest.mark.parametrize('method', [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_damaged_archives_are_refused_in_one_line(method, tmp_path):
-    "Flipped bits, encrypted members, unknown compression: one line with the file's name, or the arrays as they were."
+    """With flipped bits, encrypted members or an unknown compression, one line names the file, or the arrays are
+    unchanged."""
     rng = np.random.default_rng(method)
     arrays = [rng.normal(size=(9, 41)) for _ in range(3)]
     with zipfile.ZipFile(tmp_path/'good.npz', 'w', method) as archive:
@@ -87,7 +88,7 @@ def test_damaged_archives_are_refused_in_one_line(method, tmp_path):
     for at, flipped in places:
         content = bytearray(good)
         content[at] ^= flipped
-        if at > table and flipped != 255: content[at - table - 2] ^= flipped # The header says the same
+        if at > table and flipped != 255: content[at - table - 2] ^= flipped # The header has the same values
         (tmp_path/'x.npz').write_bytes(content)
         try: trials = read_trials(tmp_path/'x.npz')
         except LogitError as e: assert str(e).startswith(f'{tmp_path}/x.npz: ') and '\n' not in str(e)

@@ -1,5 +1,5 @@
-"""A language model inside the beam against a plain search that scores every history from its beginning; models,
-memory, trials at once, a run with it."""
+"""A language model inside the beam agrees with a plain search that scores every history from its beginning; models,
+memory, simultaneous trials, and a run with it."""
 import inspect
 import warnings
 from types import SimpleNamespace
@@ -42,12 +42,12 @@ def lms(tmp_path_factory):
 @pytest.fixture(scope='module')
 def ngram(tmp_path_factory):
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore') # Too little text for its discounts
+        warnings.simplefilter('ignore') # The text is too short to estimate discounts
         return Automaton.load(build_ngram(SENTENCES, tmp_path_factory.mktemp('lm')/'lm.arpa', order=3))
 
 
 def noisy(n_frames, seed):
-    "Log-probabilities in which little is sure but that they are about words of the lexicon."
+    "Vague log-probabilities, which only favour words of the lexicon."
     x = np.random.default_rng(seed).normal(0, 1.5, (n_frames, len(PHONEMES)))
     x[:, [BLANK, SIL, *to_class_ids(['T', 'UW', 'IY', 'AY', 'AH'])]] += 4
     spoken = to_class_ids('AH SIL SIL AY SIL T UW SIL IY T SIL AY SIL SIL'.split())
@@ -56,13 +56,13 @@ def noisy(n_frames, seed):
 
 
 def sure(phonemes, sharp=9.):
-    "Log-probabilities of frames that say one phoneme each."
+    "Log-probabilities of frames that each clearly contain one phoneme."
     x = sharp*np.eye(len(PHONEMES))[to_class_ids(phonemes.split())]
     return x - np.logaddexp.reduce(x, axis=1, keepdims=True)
 
 
 class PlainLLM:
-    "Every word scored by a forward pass of the whole sentence up to it, for each of its forms."
+    "Scores each word by a forward pass over the whole sentence up to it, for each of its written forms."
     def __init__(self, model, tokenizer, capitals=True):
         self.model = model
         self.tokenizer = tokenizer
@@ -76,7 +76,7 @@ class PlainLLM:
         with torch.no_grad(): return self.model(torch.tensor([self.ids(text)])).logits[0].double().log_softmax(-1)
 
     def word(self, before, word):
-        "Log-probability of a word after a written text, and the text with it."
+        "Log-probability of a word after a written text, and the text with the word."
         scores = {}
         for form in _word_forms(word, self.capitals):
             text = f'{before} {form}'.strip()
@@ -89,7 +89,7 @@ class PlainLLM:
         return np.logaddexp.reduce(list(sums.values())), max(sums, key=sums.get)
 
     def history(self, words):
-        "The log-probability of the last word of a history, and how all of it is written."
+        "Log-probability of a history's last word, and the written form of the history."
         if not words: return 0., ''
         if words not in self.known: self.known[words] = self.word(self.history(words[:-1])[1], words[-1])
         return self.known[words]
@@ -99,14 +99,14 @@ class PlainLLM:
 
 
 class PlainSearch:
-    """The definition in `decoding.histories`, step by step: hypotheses are words and a place in the lexicon, and
-    whenever frames have passed, each history of the beam is scored from its beginning."""
+    """The definition in `decoding.histories`, step by step. Hypotheses are words and a position in the lexicon, and
+    every few frames each history of the beam is scored from its beginning."""
     def __init__(self, ngram, llm, beam, every):
         self.ngram = ngram
         self.llm = llm
         self.beam = beam
         self.every = every
-        self.hyps = {((), ()): [-np.inf, 0.]} # Words and phonemes: paths that end in the last of them, in a blank
+        self.hyps = {((), ()): [-np.inf, 0.]} # Scores of paths that end in the last phoneme or a blank
         self.scored = set()
         self.t = 0
         prons = [(tuple(to_class_ids(p)), w) for w in LEXICON for p in LEXICON[w]]
@@ -126,7 +126,7 @@ class PlainSearch:
 
 
     def value(self, words):
-        "What the last word of a history adds."
+        "Contribution of a history's last word."
         ngram = self.log_ngram(words)
         second = self.llm.history(words)[0] if words in self.scored else ngram
         return LM_WEIGHT*ngram + LLM_WEIGHT*second
@@ -194,8 +194,9 @@ def fusion_of(lm, every=4, **options): return LLMFusion(*lm, weight=LLM_WEIGHT, 
 
 
 def assert_same(found, expected, both):
-    """The same hypotheses with the same scores, relative to the best one. In a narrow beam it is the better score of
-    each: the search does not follow a path that is worse than the whole beam to a hypothesis that has a better one."""
+    """Check for the same hypotheses with the same scores, relative to the best one. In a narrow beam only the better
+    score of each hypothesis is compared: the search drops a path that is worse than the whole beam if a better path
+    leads to the same hypothesis."""
     assert found.keys() == expected.keys()
     a = np.array([found[hyp] for hyp in expected])
     b = np.array(list(expected.values()))
@@ -207,7 +208,7 @@ def assert_same(found, expected, both):
     ('opt', 10_000, 2, 6, True, True), ('opt', 25, 4, 13, True, True), ('gpt2', 35, 1, 13, True, False),
     ('llama', 25, 3, 13, False, True), ('qwen2', 40, 6, 13, True, False)])
 def test_equal_to_the_plain_definition(lms, ngram, kind, beam, every, n_frames, capitals, end):
-    "After each frame the same hypotheses with the same scores; in the end the same sentences."
+    "After each frame the hypotheses and scores are the same, and finally the sentences."
     decoder = decoder_of(ngram, fusion_of(lms[kind], every, capitals=capitals, end=end), beam)
     plain = PlainSearch(ngram, PlainLLM(*lms[kind], capitals), beam, every)
     log_probs = noisy(n_frames, seed=beam)
@@ -233,7 +234,7 @@ def test_equal_to_the_plain_definition(lms, ngram, kind, beam, every, n_frames, 
 
 
 def test_the_delay_matters(lms, ngram):
-    "So the test above would notice another rhythm."
+    "Results depend on the delay, so the test above would detect a wrong one."
     log_probs = noisy(13, seed=25)
     found = [[h.text for h in decoder_of(ngram, fusion_of(lms['opt'], every), beam=8).decode(log_probs)]
              for every in (1, 6, 100)]
@@ -241,7 +242,7 @@ def test_the_delay_matters(lms, ngram):
 
 
 def test_streams_trials_at_once_and_pieces(lms, ngram):
-    "Whatever the pieces, however many trials share the model, and in whichever order they come."
+    "Results depend neither on the pieces nor on the number or order of trials that share the model."
     decoder = decoder_of(ngram, fusion_of(lms['opt']))
     trials = [noisy(n, n) for n in (0, 3, 9, 14)]
     expected = [decoder.decode(x) for x in trials]
@@ -252,11 +253,11 @@ def test_streams_trials_at_once_and_pieces(lms, ngram):
         other.push(trials[2][a:b])
     assert one.partial() in {h.text for h in expected[3]} | {' '.join(h.text.split()[:-1]) for h in expected[3]}
     assert (one.finish(), other.finish()) == (expected[3], expected[2])
-    assert all(search.scorer.trial is None for search in decoder._idle) # Caches are gone
+    assert all(search.scorer.trial is None for search in decoder._idle) # Caches have been freed
 
 
 def test_trials_that_end_within_a_word(lms, ngram):
-    "A beam without a complete hypothesis: the LLM's score is that of the completed sentence."
+    "If no hypothesis in the beam is complete, the LLM scores the completed sentence."
     decoder = decoder_of(ngram, fusion_of(lms['opt']), beam=1)
     hyps = decoder.decode(sure('AY AY SIL IY T T'))
     plain = PlainLLM(*lms['opt'])
@@ -267,7 +268,7 @@ def test_trials_that_end_within_a_word(lms, ngram):
 
 
 def test_each_word_is_run_once_and_memory_is_bounded(lms, ngram, monkeypatch):
-    "In a long trial the cache holds what the beam can continue, and no token is run again that is still there."
+    "In a long trial the cache holds only what the beam can continue, and cached tokens are not computed again."
     decoder = decoder_of(ngram, fusion_of(lms['opt'], every=3), beam=40)
     search = decoder.take_search()
     sizes = []
@@ -284,7 +285,7 @@ def test_each_word_is_run_once_and_memory_is_bounded(lms, ngram, monkeypatch):
         sizes.append(sum(x.nbytes for layer in written.tree.cache.layers for x in (layer.keys, layer.values)))
         runs.append(len(run))
     held = {a for h in search.beam['state'].copy().tolist() for a in ancestors(tree, h)}
-    needed = 1 + sum(len(written.tokens[h]) for h in held) # Fused in the last frame: all are written
+    needed = 1 + sum(len(written.tokens[h]) for h in held) # The last frame is fused, so all texts are written
     assert len(frames.scores) % 3 == 0 and len(written.tree.depth) <= 1.5*needed
     assert runs[-1] > 2*len(written.tree.depth) and sizes[-1] < max(sizes)*2
     scored = 1 + np.flatnonzero(np.isfinite(tree.llm[1:search.scorer.n]))
@@ -299,7 +300,7 @@ def ancestors(tree, h):
 
 
 def test_homophones_and_capitals_are_the_models_choice(ngram):
-    "Of words that sound alike the one that the model likes; written with a capital, it is the lexicon's word."
+    "Among homophones, the model's preference wins; a capitalised form maps to the lexicon's word."
     class Likes:
         every = 2
         weight = 0.9

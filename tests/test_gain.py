@@ -1,5 +1,5 @@
-"""Steps that change sentences, compared with doing nothing on val: what does not help is not kept, and every figure of
-it is the same wherever it stands. LLMs are random ones, which hurt, and oracles, which help."""
+"""Steps that change sentences are kept only if they help on val, and their figures are the same everywhere. The LLMs
+are random ones, which hurt, and oracles, which help."""
 import csv
 import shutil
 from dataclasses import replace
@@ -26,13 +26,13 @@ pytest.importorskip('transformers', reason='needs transformers: pip install b2t_
 from tiny_models import tiny_lm  # noqa: E402
 
 VALUES = SMALL | {'simulate.val': 20, 'simulate.lm_sentences': 3000, 'decode.tune': False, 'decode.nbest': 20}
-# A mixture of the LLM alone, whose other weights are 0
+# A mixture with only the LLM; the other weights are 0
 LLM_ALONE = {'rescore.tune': False, 'rescore.alpha': 1, 'rescore.acoustic_scale': 0, 'rescore.swaps': 0}
 
 
 @pytest.fixture(scope='module')
 def heard(tmp_path_factory):
-    "A run whose log-probabilities are of what was said, with noise, and a random language model."
+    "A run with noisy log-probabilities of the spoken sentences, and a random language model."
     tmp = tmp_path_factory.mktemp('gain')
     with stages_here():
         run = Run(tmp/'runs'/'plain', tmp/'data', VALUES)
@@ -46,7 +46,7 @@ def heard(tmp_path_factory):
 
 @pytest.fixture
 def variant(heard, tmp_path):
-    "A function that gives a copy of the run other values, and executes it."
+    "A function that copies the run, changes values, and executes it."
     def made(folder, values):
         shutil.copytree(heard[0].dir, tmp_path/folder/'plain')
         run = Run(tmp_path/folder/'plain', heard[0].work, values)
@@ -65,7 +65,7 @@ def lists(run, stage): return [run.nbest_path(split, stage).read_bytes() for spl
 
 
 class Oracle:
-    "Scores of sentences, or of words in the search, by a model that knows what was said."
+    "Scores of sentences, or of words in the search, by a model that knows the reference."
     weight = 1.
     every = 1
 
@@ -78,7 +78,7 @@ class Oracle:
 
 
 class OracleOfTrial:
-    "Word histories in a trial: leaving what was said costs nine nats, once, and so does an end before its end."
+    "Scores of word histories in a trial: leaving the reference costs nine nats once, and so does ending too early."
     def __init__(self, words, known):
         self.words = words
         self.known = set(known)
@@ -98,7 +98,7 @@ class OracleOfTrial:
 
 
 def check_figures(run, stage, kept):
-    "Stamp, lists, CSV, results, page and commands agree, with jiwer and the bootstrap as the oracle."
+    "Check that stamp, lists, CSV, results, page and commands agree with jiwer and the bootstrap."
     figures = StageRun(run, stage).stamp['metrics']
     wer = wer_of_lists(run, stage)
     assert figures['kept'] == kept and figures['WER'] == pytest.approx(wer)
@@ -123,7 +123,7 @@ def check_figures(run, stage, kept):
 
 
 def test_rescoring_is_kept_where_it_helps(heard, variant, monkeypatch):
-    "A random LLM alone makes it worse: all lists stay as they were. An oracle's lists are those that `always` takes."
+    "A random LLM alone makes sentences worse, so all lists are unchanged. An oracle's lists are those of `always`."
     run, lm = heard
     hurt = variant('hurt', LLM_ALONE | {'rescore.llm': str(lm)})
     figures = check_figures(hurt, 'rescore', kept=False)
@@ -144,7 +144,7 @@ def test_rescoring_is_kept_where_it_helps(heard, variant, monkeypatch):
 
 
 def test_an_llm_that_fails_late_leaves_the_sentences_of_the_search(heard, variant, monkeypatch, capsys):
-    "They are submitted, the failure is reported, and the next run tries again."
+    "The sentences of the search are submitted, the failure is reported, and the next run tries again."
     run, lm = heard
     def fails(*args, **options): raise RuntimeError('CUDA out of memory')
     with monkeypatch.context() as m:
@@ -162,8 +162,8 @@ def test_an_llm_that_fails_late_leaves_the_sentences_of_the_search(heard, varian
 
 
 def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch):
-    """Where it does not, lists are those of a run without it, and whoever opens the decoder gets none. With weight 0
-    there is none, and nothing to compare."""
+    """If the LLM does not help, lists are those of a run without it, and opened decoders have no LLM. With weight 0
+    there is no LLM, and nothing to compare."""
     run, lm = heard
     hurt = variant('hurt', {'decode.llm': str(lm), 'decode.llm_weight': 9})
     figures = check_figures(hurt, 'decode', kept=False)
@@ -184,10 +184,10 @@ def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch
 
 
 def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
-    "Five voters that are always wrong outvote the run; one that knows val does not."
+    "Five voters that are always wrong outvote the run; a voter that knows val does not."
     run, _ = heard
     def write(name, split, sentence):
-        "Hypotheses of a system that always says the same, or of val what was said."
+        "Write hypotheses of a system that always gives the same sentence, or on val the reference."
         trials = read_hypotheses(run.hypotheses(split)).trials
         entries = {t: [Entry(t, sentence or trial.reference or 'what is it', name)] for t, trial in trials.items()}
         write_hypotheses(tmp_path/f'{name}_{split}.jsonl', Hypotheses(trials, entries))
@@ -204,7 +204,7 @@ def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
 
 
 def test_a_run_of_the_same_name_is_a_system_of_its_own(heard, variant, tmp_path):
-    "Runs that Kaggle computed are all called run."
+    "Every run computed on Kaggle is called run."
     run, _ = heard
     other = Run(tmp_path/'input'/'plain', run.work, {'infer.logits': run.cfg.infer.logits})
     for split in ('val', 'test'):

@@ -1,4 +1,4 @@
-"A configuration grows without harm: what was finished before a field existed is still finished."
+"New configuration fields keep existing runs valid: stages finished before a field existed stay finished."
 import pytest
 from pydantic import Field
 
@@ -28,7 +28,7 @@ class Grown(Config):
 
 @pytest.fixture
 def later(monkeypatch):
-    "The version of the kit that has two fields more."
+    "Simulate a version of the kit with two more fields."
     def grow():
         monkeypatch.setattr(gru, 'GRUConfig', GrownGRU)
         for module in (config, config.groups, config.keys, config.presets):
@@ -37,7 +37,7 @@ def later(monkeypatch):
 
 
 def finish_all(folder):
-    "A run whose stages are all done, as far as stamps know."
+    "A run whose stages all have stamps."
     run = Run(folder/'run', folder, {'n_units': 64, 'lr_max': 0.002})
     for name in plan(run.cfg): StageRun(run, name).begin().finish([])
     return [StageRun(run, name).status() for name in plan(run.cfg)]
@@ -62,7 +62,7 @@ def test_a_new_field_that_is_used_counts(tmp_path, later, key, value):
 
 
 def test_another_version_trains_on_from_the_checkpoint(tmp_path, monkeypatch):
-    "Everything is done again, as it may come out otherwise; but a model is not set aside, nor are data simulated anew."
+    "All stages are repeated, as results may differ, but the model is not set aside and data are not simulated again."
     finish_all(tmp_path)
     before = {name: Run(tmp_path/'run', tmp_path).fingerprint(name) for name in plan(preset('demo'))}
     monkeypatch.setattr('b2t_kaggle.__version__', '99.0')

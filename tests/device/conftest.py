@@ -1,7 +1,8 @@
-"""Long checks of an accelerator, on the one that `B2T_DEVICE` names (`cuda`, `tpu`, …; `cpu` takes small models), or on
-the GPU of this machine. Without either, none is collected.
+"""Long checks of an accelerator: the device that `B2T_DEVICE` names (`cuda`, `tpu`, …; `cpu` uses small models), or
+else the GPU of this machine. Without either, no check is collected.
 
-    B2T_DEVICE=cuda ./kit test tests/device -n 1 -rP    # -rP also prints the figures"""
+    B2T_DEVICE=cuda ./kit test tests/device -n 1 -rP    # -rP also prints the measurements
+"""
 import os
 
 import pytest

@@ -1,5 +1,5 @@
-"""Checks of a device that take minutes: each yields findings, of which one that did not pass is a fault. Those of the
-smoke test, `b2t devices --test`, are in `b2t_kaggle.pytorch.selftest`."""
+"""Checks of a device that take minutes. Each yields findings, and a finding that did not pass is a fault. The checks of
+the smoke test, `b2t devices --test`, are in `b2t_kaggle.pytorch.selftest`."""
 import json
 import math
 import os
@@ -44,12 +44,12 @@ SMALL = dict(n_units=32, n_layers=1, noise_units=8, n_heads=2, head_dim=16, proj
              encoder_unmasked_dim=[24], feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7],
              left_context_frames=8)
 
-# What acts on whole batches or draws at random; without it parts of a batch add up to the batch
+# Switches off everything random or that depends on the whole batch, so that the parts of a batch add up to the batch
 STILL = dict(rnn_dropout=0, input_dropout=0, dropout=0, balancer=False, whiten=False, skips=False)
 
 
 def sized(name, small, still=False):
-    "A preset, or an encoder without one, at the size that a check needs; if `still`, nothing draws at random."
+    "A preset, or the default configuration of an encoder, in the size for this check; `still` removes randomness."
     cfg = preset(name) if name in PRESETS else with_overrides(preset('official'), {'model.name': name})
     fields = type(cfg.model).model_fields
     changes = (SMALL if small else {}) | (STILL if still else {})
@@ -61,7 +61,7 @@ def sized(name, small, still=False):
 
 
 def config(bench, name, still=False, **overrides):
-    "A preset at the device's size, with small batches."
+    "A preset in the size for this device, with small batches."
     values = {'data.batch_size': bench.rows, 'data.days_per_batch': 2} | ({'data.n_buckets': 1} if bench.is_xla else {})
     return with_overrides(sized(name, bench.small, still), values | overrides)
 
@@ -70,14 +70,14 @@ def encoder(name, bench): yield from selftest.encoder(bench, config(bench, name,
 
 
 def _noises():
-    "Names of augmentations, their fields, and by formula the mean square of what they make of zeros."
+    "Augmentations: name, fields, and by formula the mean square of the output for zeros."
     yield 'white noise', dict(white_noise_std=.8), .8**2
     yield 'constant offset', dict(constant_offset_std=.2), .2**2
     yield 'random walk', dict(random_walk_std=.1, random_walk_axis=1), .1**2 * (200 + 1)/2
 
 
 def augmentation(bench):
-    "Statistics of noise and masks on the device against formulas."
+    "Compare statistics of noise and masks on the device with formulas."
     backend = bench.backend('float32')
     zeros = backend.put(np.zeros((bench.rows, 200, 512), np.float32))
     def noise(seed, **fields):
@@ -101,7 +101,7 @@ def augmentation(bench):
 
 
 def _left(T, n_masks, max_part):
-    "Part of T bins that masks of uniform length and place leave, by enumeration."
+    "Expected share of T bins outside masks of uniform length and position, by enumeration."
     lengths = np.arange(int(T*max_part) + 1)
     t = np.arange(T)
     hit = [(np.minimum(t, T - n) - np.maximum(t - n + 1, 0) + 1).clip(0)/(T - n + 1) if n else 0*t for n in lengths]
@@ -114,7 +114,7 @@ def weights_after(trainer, n):
 
 
 def _start(function, job, **environ):
-    "Start a function of this module with a job, a file, in a process of its own; its output goes beside the job."
+    "Start a function of this module in a separate process with a job file; its output goes next to that file."
     code = f'sys.path.insert(0, {str(Path(__file__).parent)!r}); import device_checks as c; c.{function}(sys.argv[1])'
     with job.with_name(f'{function} {environ.get("RANK", "")}.log').open('wb') as log:
         return subprocess.Popen([*own_python(code), str(job)], stdout=log, stderr=log,
@@ -137,7 +137,7 @@ def _read_job(job):
 
 
 def take_as_rank(job):
-    "Take three steps as one of the processes of a group; the first one writes the weights."
+    "Take three steps as one process of a group; the first process writes the weights."
     options, store, cfg = _read_job(job)
     folder = Path(job).parent
     torch.distributed.init_process_group(options['backend'], init_method=f'file://{folder}/group',
@@ -151,7 +151,7 @@ def take_as_rank(job):
 
 
 def processes(bench):
-    "Two processes, or all cores of a TPU, against one."
+    "Compare two processes, or all cores of a TPU, with one process."
     cfg = config(bench, 'official', still=True)
     if bench.is_xla:
         if bench.device.n_devices < 2: pytest.skip('there is one XLA device')
@@ -180,7 +180,7 @@ def train_until_killed(job):
 
 
 def killed(bench):
-    "A run whose process is killed, and continued, against two runs that are not."
+    "Compare a run that is killed and continued with two uninterrupted runs."
     if bench.is_xla or sys.platform == 'win32': pytest.skip('the device is held by this process')
     cfg = config(bench, 'official')
     first, second = (weights_after(bench.trainer(cfg), 6) for _ in range(2))
@@ -205,7 +205,7 @@ def killed(bench):
 
 
 def _step_config(bench, name):
-    "A preset with the batches of a run; on a processor with small ones."
+    "A preset with the batches of a run, or with small ones on a CPU."
     return config(bench, name) if bench.small else with_overrides(sized(name, False), {'data.batch_size': 64})
 
 
@@ -213,7 +213,7 @@ def measured(what, figure, unit): return Finding(what, figure, unit, math.isfini
 
 
 def steps(bench):
-    "Training steps of all presets; one that does not fit is left out."
+    "Training steps of all presets, without those that do not fit into memory."
     for name in PRESET_NAMES:
         try: seconds = seconds_a_step(bench.trainer(_step_config(bench, name)), 2 if bench.small else 5)
         except (RuntimeError, MemoryError) as e:
@@ -224,7 +224,7 @@ def steps(bench):
 
 
 def memory(bench):
-    "Largest memory of a training step against its estimate."
+    "Compare the peak memory of a training step with its estimate."
     if bench.device.kind != 'cuda': pytest.skip('the peak of memory is known on CUDA alone')
     cfg = with_overrides(_step_config(bench, 'official'), {'data.on_device': False})
     torch.cuda.empty_cache()
@@ -246,14 +246,14 @@ def memory(bench):
 
 
 def loading(bench):
-    "Trials that are loaded in a second."
+    "Trials loaded per second."
     for place, on_device in (('the host', False), ('the device', True)):
         t = bench.trainer(with_overrides(_step_config(bench, 'official'), {'data.on_device': on_device}))
         n, i, begin = 0, 0, math.inf
         while time.perf_counter() - begin < (.3 if bench.small else 3) or not i:
             micro_batches, _ = t.loader(i)
             finish(t)
-            if not i: begin = time.perf_counter() # The first batch is left out
+            if not i: begin = time.perf_counter() # The first batch is not counted
             n, i = n + len(micro_batches[0].batch.trials)*(i > 0), i + 1
         yield measured(f'trials in the memory of {place}', n/(time.perf_counter() - begin), 'a second')
 
@@ -265,7 +265,7 @@ def _sentences(n):
 
 
 def _clear(sentence):
-    "Log-probabilities of a sentence `[T', K]`: each phoneme for two frames, then a blank."
+    "Log-probabilities `[T', K]` that clearly say a sentence: each phoneme for two frames, then a blank."
     ids = to_class_ids(sentence_to_phonemes(sentence))
     x = np.full((3*len(ids), 41), -8.)
     x[np.arange(len(x)), [c for i in ids for c in (i, i, 0)]] = 0
@@ -273,7 +273,7 @@ def _clear(sentence):
 
 
 def decoding(bench):
-    "Trials that are decoded in a second, and whether each is right."
+    "Trials decoded per second, and whether each result is correct."
     sentences = _sentences(60 if bench.small else 400)
     arpa = build_ngram(sentences, bench.folder/'lm.arpa', order=3)
     decoder = LexiconBeamDecoder(build_lexicon({w for s in sentences for w in s.split()}), load_ngram(arpa))
@@ -288,7 +288,7 @@ def decoding(bench):
 
 
 def _write_tokenizer(folder, sentences):
-    "A tokenizer that is trained on sentences, as transformers saves tokenizers."
+    "Train a tokenizer on sentences, and write it in the format of transformers."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE())
@@ -314,7 +314,7 @@ def _random_llama(n_layers, small, device='cpu'):
 
 
 def language_model(bench):
-    "Scores of a language model against the processor's, and the sentences that it scores in a second."
+    "Compare a language model's scores with those on the CPU, and measure sentences scored per second."
     from b2t_kaggle.lm.causal import load_lm, score_sentences
     if bench.is_xla: pytest.skip('language models are scored on a GPU or on the processor')
     for package in ('transformers', 'tokenizers'):

@@ -1,7 +1,7 @@
-"""Run a fault case in a separate process, so that a crash or hang is a result; memory, CPU time and wall-clock time are
+"""Run a fault case in a separate process, so that a crash or hang is a result. Memory, CPU time and wall-clock time are
 limited.
 
-The processes are forked from a single-threaded one that has already imported their modules.
+The processes are forked from a single-threaded process that has already imported their modules.
 """
 import multiprocessing
 import os
@@ -128,7 +128,7 @@ def try_reader(out, copy: Path, path: Path, expected: str, secret: Path) -> None
 # In the tests' process
 
 def start() -> None:
-    "Start the process that the others are forked from."
+    "Start the process that cases are forked from."
     copies.start(['campaign'])
 
 

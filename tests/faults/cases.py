@@ -419,7 +419,7 @@ def h5(change):
 
 
 def h5_texts(change):
-    "The texts beside the weights as another program may write them, with the right checksum."
+    "Texts next to the weights, as another program may write them, with the correct checksum."
     def make(f, secret):
         texts = {k: json.loads(v) for k, v in f.attrs.items() if isinstance(v, str)}
         change(texts)

@@ -1,6 +1,6 @@
-"""Kill stages at one of their writes, in a separate process. Python's audit events precede each opening, renaming and
-removal of a file or folder, so a kill can come before each of them; or the system kills the process in the middle of
-the next file, because a limit on the size of files is set."""
+"""Kill stages at one of their writes, in a separate process. Python raises an audit event before it opens, renames or
+removes a file or folder, so a kill can come before each of these operations. To kill it in the middle of the next
+write, the system limits the size of files."""
 import itertools
 import os
 import resource
@@ -21,11 +21,11 @@ STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'rescor
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
-# External inputs of stages, in the folder `given` beside the room; later stages also use them
+# External inputs of stages, in the folder `given`; later stages also use them
 GIVEN = {'rescore': {'rescore.llm': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
          'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]},
          'generate': {'audio.llm': 'audio_llm'}}
-# A stage of a separate run, the stages before it, which are not killed, and its values
+# A stage of a separate run, its preceding stages, which are not killed, and its values
 OWN = {'generate': ('infer', 'lm')}
 VALUES = {'generate': {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2}}
 PART = 100  # Bytes of a file that are written before the kill

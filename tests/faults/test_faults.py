@@ -1,6 +1,6 @@
-"""Damaged and hostile files of every kind: the same result as undamaged, or one line that names the file.
+"""Damaged and hostile files of every kind give the same result as undamaged files, or one line that names the file.
 
-`pytest tests/faults --faults 1000` tries a thousand drawn cases of each kind instead of a few.
+`pytest tests/faults --faults 1000` tries a thousand random cases of each kind instead of a few.
 """
 import sys
 from pathlib import Path

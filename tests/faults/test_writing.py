@@ -1,7 +1,10 @@
-"""Every package that writes files meets a full disk, a folder that disappears, a path that is not a file, and a kill.
-The promise: one line names the file, the reason, what was kept and the remedy; earlier files stay as they were, and no
-other files are left. A limit on the size of files simulates the full disk; a user who may mount file systems gets a
-real one."""
+"""Every package that writes files is tested with a full disk, a folder that disappears, a path that is not a file, and
+a kill.
+
+Each reports one line that names the file, the reason, what was kept and the remedy; earlier files are unchanged, and no
+other files are left. A limit on the size of files simulates the full disk; users who may mount file systems get a real
+one.
+"""
 import errno
 import gc
 import os

@@ -1,4 +1,4 @@
-"A sweep by the guide's `on_ray.py` on a Ray cluster of two local nodes, of which one is removed in the middle."
+"Run the guide's `on_ray.py` on a Ray cluster of two local nodes, one of which is removed during the sweep."
 import os
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ def points() -> list[optuna.trial.FrozenTrial]:
 if __name__ == '__main__':
     path = folder()
     subprocess.run(['b2t', 'pack', '--name', 'data', *SMALL], capture_output=True, check=True)
-    os.environ['RAY_worker_niceness'] = '0' # Ray's 15 starves the points while anything else keeps the cores busy
+    os.environ['RAY_worker_niceness'] = '0' # Under load, the points would starve with Ray's default of 15
     cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1))
     second = cluster.add_node(num_cpus=1)
     Path('on_ray.py').write_text(scripts()['on_ray.py'])

@@ -1,5 +1,5 @@
-"""The Slurm scripts of the guide on two machines of a cluster that this computer plays: `slurm.py seeds`, `sweep`,
-`training`, or all of them. Tasks are requeued, killed, and compared with runs without Slurm. Needs root."""
+"""Run the guide's Slurm scripts on a simulated cluster of two machines: `slurm.py seeds`, `sweep`, `training`, or all.
+Tasks are requeued, killed, and compared with runs without Slurm. Needs root."""
 import os
 import shutil
 import signal
@@ -41,7 +41,7 @@ def call(*command: str) -> str:
 
 
 def start_cluster(path: Path) -> list[Path]:
-    "Start munge and Slurm with their files in a folder of their own; returns the files with their PIDs."
+    "Start munge and Slurm with their files in a separate folder; returns their PID files."
     for name in ('munge', 'state', 'spool-machine1', 'spool-machine2'): (path/name).mkdir(parents=True)
     key = path/'munge'/'key'
     key.write_bytes(os.urandom(1024))
@@ -59,7 +59,7 @@ def start_cluster(path: Path) -> list[Path]:
 
 
 def written(name: str, changes: dict[str, str]) -> str:
-    "Write a script of the guide with small values in place of its own ones."
+    "Write a script of the guide with small values instead of its own."
     text = scripts()[name]
     small = {'/shared/brain': os.getcwd(), '--data sessions --preset transformer': ' '.join(SMALL), ' --gpus=1': '',
              '--data sessions --preset mamba': ' '.join(SMALL), ' --gpus-per-node=8': '', 'sleep 180': 'sleep 1'}
@@ -72,7 +72,7 @@ def job_state(job: str) -> str: return call('scontrol', 'show', 'job', job).part
 
 
 def wait_for_end(*jobs: str) -> None:
-    "Wait until jobs are over; those that were requeued start at once and not two minutes later."
+    "Wait until jobs are over; requeued jobs start immediately instead of two minutes later."
     def is_over():
         states = [job_state(job) for job in jobs]
         for job, state in zip(jobs, states):
@@ -85,7 +85,7 @@ def wait_for_end(*jobs: str) -> None:
 
 
 def processes(*words: str) -> list[psutil.Process]:
-    "Processes whose command has all of these words; the shells that started them are left out."
+    "Processes whose command line has all of these words, without the shells that started them."
     commands = {p: p.info['cmdline'] or [''] for p in psutil.process_iter(['cmdline'])}
     return [p for p, line in commands.items() if Path(line[0]).name not in ('bash', 'srun')
             and all(any(word in part for part in line) for word in words)]

@@ -1,6 +1,6 @@
-"""What the trials with several machines share: a small run, the scripts of the guide, and a comparison of weights.
+"""Helpers of the trials with several machines: a small run, the scripts of the guide, and a comparison of weights.
 
-The trials are run by hand, from the environment of `./kit env dev`, and print what happens:
+These trials are run by hand, in the environment of `./kit env dev`, and print what happens:
 
     python tests/machines/two_agents.py
     python tests/machines/slurm.py            (as root, with Debian's slurm-wlm and munge)
@@ -24,7 +24,7 @@ SMALL = ['--preset', 'quick'] + [word for value in (
 
 
 def scripts() -> dict[str, str]:
-    "The scripts in the guide by file name; the first line after the shebang names the file."
+    "Scripts of the guide by file name, which the line after the shebang gives."
     texts = [''.join(cell['source']) for cell in json.loads(GUIDE.read_text(encoding='utf-8'))['cells']]
     blocks = re.findall(r'^```(?:sh|python)\n(.*?)^```', '\n'.join(texts), re.S | re.M)
     named = ((re.search(r'^# (\S+\.(?:sh|py))', block, re.M), block) for block in blocks)
@@ -32,7 +32,7 @@ def scripts() -> dict[str, str]:
 
 
 def folder() -> Path:
-    "A new folder, in which this process continues; `b2t` and this checkout are found by what it starts."
+    "Change to a new folder; processes started there find `b2t` and this checkout."
     path = Path(tempfile.mkdtemp(prefix='b2t-machines-'))
     os.chdir(path)
     (path/'bin').mkdir()
@@ -46,7 +46,7 @@ def folder() -> Path:
 
 
 def wait_for(is_true, what: str, seconds: float = 600) -> None:
-    "Wait until something has happened."
+    "Wait until a condition holds."
     end = time.monotonic() + seconds
     while not is_true():
         if time.monotonic() > end: raise SystemExit(f'no {what} after {seconds:.0f} s')
@@ -54,14 +54,14 @@ def wait_for(is_true, what: str, seconds: float = 600) -> None:
 
 
 def batches(name: str) -> int:
-    "Batches of a run that are saved."
+    "Number of a run's batches that are saved."
     history = Path(f'submissions/{name}/train/history.csv')
     lines = history.read_text().splitlines() if history.exists() else []
     return int(lines[-1].partition(',')[0]) if len(lines) > 1 else 0
 
 
 def compare(name: str, other: str) -> None:
-    "Print whether two runs have the same weights to the last bit."
+    "Print whether two runs have bitwise equal weights."
     import torch
     for file in ('best.pt', 'last.pt'):
         states = [torch.load(f'submissions/{n}/train/{file}', weights_only=False)['model_state_dict']
@@ -72,6 +72,6 @@ def compare(name: str, other: str) -> None:
 
 
 def show(text: str, among: str = '') -> None:
-    "Print the lines of a command's output, or those with a word, without progress bars."
+    "Print a command's output without progress bars, or only its lines with a word."
     for line in text.splitlines():
         if line.strip() and among in line and '%|' not in line: print('  |', line, flush=True)

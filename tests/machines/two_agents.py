@@ -1,4 +1,4 @@
-"Train with two agents of torchrun on the loopback address: undisturbed, with one of them killed, and with mistakes."
+"Train with two agents of torchrun on the loopback address: undisturbed, with one agent killed, and with mistakes."
 import os
 import shutil
 import signal
@@ -12,7 +12,7 @@ ADDRESS = dict(PET_NNODES='2', PET_MASTER_ADDR='127.0.0.1')
 
 
 def machines(name: str, port: int, job: str | None = None) -> list[subprocess.Popen]:
-    "Start the first machine's command and the second one's."
+    "Start the commands of the first and the second machine."
     env = os.environ | ADDRESS | dict(PET_MASTER_PORT=str(port))
     job = job or f'submissions/{name}/train/machines/job.json'
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
@@ -53,7 +53,7 @@ def no_shared_disk() -> None:
 
 
 def other_data() -> None:
-    "The second machine's job names a store of other trials, as if its copy of the work folder were an old one."
+    "The second machine's job names a store with other trials, as if its copy of the work folder were outdated."
     new, = Path('data').glob('packed-*')
     pack = ['b2t', 'pack', *SMALL, '--name', 'old', '--set', 'simulate.seed=5']
     subprocess.run(pack, capture_output=True, check=True)
