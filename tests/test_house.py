@@ -1,4 +1,4 @@
-"""Sizes and divisions of the package's functions and classes, read from the source."""
+"Number of parameters, division of classes, and order of definitions in the package, read from the source."
 import ast
 from pathlib import Path
 
@@ -9,7 +9,7 @@ TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
          for path in sorted(PACKAGE.rglob('*.py')) if path.name != '_modidx.py'}
 
 MOST_POSITIONAL = 8
-# Signatures of others, whose programs call ours with them
+# Signatures that other programs call
 OF_OTHERS = {
     'pytorch/models/gru.py: GRUDecoder',                         # The official constructor
     'tensorflow/models/gru.py: GRUDecoder',
@@ -20,7 +20,7 @@ OF_OTHERS = {
 
 
 def functions(node, owner=''):
-    "Functions at every depth by name, a constructor by its class; lambdas are not among them."
+    "Functions at every depth by name, without lambdas; a constructor has the name of its class."
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef): yield from functions(child, child.name)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -30,13 +30,13 @@ def functions(node, owner=''):
 
 
 def n_positional(function):
-    "Parameters that may be given by their place, without `self`."
+    "Number of parameters that can be passed by position, without `self`."
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     return len(names) - (names[:1] in (['self'], ['cls']))
 
 
 def with_many(trees):
-    "Functions with more positional parameters than are allowed."
+    "Functions with more positional parameters than allowed."
     return {f'{path}: {name}' for path, tree in trees.items() for name, function in functions(tree)
             if n_positional(function) > MOST_POSITIONAL}
 
@@ -55,7 +55,7 @@ def test_positional_parameters_are_counted(signature, n):
     assert len(with_many({'a.py': ast.parse(signature)})) == n
 
 
-# Private classes from which one class is derived, and why that is no way to cut a long class into two
+# Private classes with a single subclass, and why they are not halves of a long class
 HALVES_THAT_STAY = {
     '_StepsConfig': "a group's keys, of which pydantic wants one class; those of the steps have own checks",
 }
@@ -68,7 +68,7 @@ def name_of(node):
 
 
 def halves(trees):
-    "Private classes that nothing uses but one class, which is derived from them."
+    "Private classes that only one class uses, as its base."
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     private = {node.name for node in nodes if isinstance(node, ast.ClassDef) and node.name.startswith('_')}
     bases = [name_of(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
@@ -89,7 +89,7 @@ def test_halves_are_found(code, found):
 
 
 LONG = 200 # Lines above which a module's main name is looked for
-# Modules whose main class or function comes after the first third; each leaves the list when it is rewritten
+# Modules whose main class or function starts after the first third; each leaves the list when it is rewritten
 LATE: set[str] = set()
 MOST_DISGUISED = 20
 
@@ -106,7 +106,7 @@ def is_patch(node):
 
 
 def main_name(tree):
-    "The public class, or else function, with most lines, methods that are patched in included; and its first line."
+    "The longest public class, including patched methods, or else the longest function; and its first line."
     lines, first = {}, {}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
@@ -121,7 +121,7 @@ def main_name(tree):
 
 
 def disguised(tree):
-    "Private functions whose first parameter is a class of their module: methods in disguise."
+    "Private functions whose first parameter is a class of their module, which should be methods."
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith('_') and not is_patch(node):

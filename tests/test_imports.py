@@ -1,6 +1,7 @@
-"""What importing the library needs and brings along, and which module may import which.
+"""What importing the library needs and loads, and which module may import which.
 
-No framework is imported but the one that a room is about, and one clear sentence tells where that is missing."""
+A module imports only the framework of its own package, and a clear sentence says which one is missing.
+"""
 import ast
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 import b2t_kaggle
 
 ROOT = Path(__file__).parent.parent
-# By their files: `pkgutil.walk_packages` would import the packages, and TensorFlow with them
+# Modules are found as files: `pkgutil.walk_packages` would import the packages, and TensorFlow with them
 FILES = [p.relative_to(ROOT).with_suffix('').parts for p in (ROOT/'b2t_kaggle').glob('*/**/*.py')]
 FILES += [('b2t_kaggle', p.stem) for p in (ROOT/'b2t_kaggle').glob('*.py') if p.name != '__init__.py']
 MODULES = sorted('.'.join(parts).removesuffix('.__init__') for parts in FILES)
@@ -59,7 +60,7 @@ print(json.dumps([errors, sorted({m.split('.')[0] for m in sys.modules} & set(wa
 
 
 def process(code, *given):
-    "Run code in a new process with this as its arguments."
+    "Run code in a new process with these arguments."
     env = os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '2'}
     return subprocess.run([sys.executable, '-c', code, json.dumps(given)], capture_output=True, text=True, timeout=400,
                           env=env)
@@ -68,7 +69,8 @@ def process(code, *given):
 def load(modules, missing=(), watched=()):
     """Import modules in a new process in which packages are missing.
 
-    Returns the errors by module, and which of the watched packages it loaded."""
+    Returns the errors by module, and which of the watched packages were loaded.
+    """
     r = process(IMPORT, missing, modules, watched)
     assert r.returncode == 0, r.stderr
     return json.loads(r.stdout.splitlines()[-1])
@@ -88,14 +90,14 @@ def test_the_configuration_needs_no_tables():
 
 
 def test_decoding_needs_no_framework():
-    "All that is about neither a framework nor large language models."
+    "All modules except those of frameworks and large language models."
     heavy = ['torch', 'torch_xla', 'tensorflow', 'keras', 'jax', 'transformers', 'peft', 'redis', 'kenlm']
     errors, loaded = load([m for m in MODULES if m not in TENSORFLOW + PYTORCH + LANGUAGE_MODELS], heavy, heavy)
     assert errors == {} and loaded == []
 
 
 def test_the_decoder_needs_numpy_numba_rapidfuzz_and_fastcore_alone(tmp_path):
-    "With every other package hidden it decodes, at once and bit by bit."
+    "It decodes a whole trial and a stream while every other package is hidden."
     lines = ['\\data\\', 'ngram 1=5', '', '\\1-grams:', '-99\t<s>', '-1\t</s>', '-2\t<unk>', '-0.5\ti',
              '-0.7\tsee', '\\end\\']
     (tmp_path/'lm.arpa').write_text('\n'.join([*lines, '']))
@@ -157,8 +159,8 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
     assert errors == {} and loaded == ['tensorflow']
 
 
-# Which module imports which, read from the source: also imports inside functions, which no test may reach.
-# From top to bottom: a module imports from its own room and from those below
+# Which module imports which, read from the source, so that imports inside functions are included even if no test runs
+# them. From top to bottom: a module imports from its own package and from those below
 FLOORS = ('cli', 'kaggle', 'pipeline', 'rescoring', 'pytorch', 'tensorflow', 'decoding', 'lm', 'training', 'data',
           'logits', 'metrics', 'config', 'devices', 'core', 'phonemes')
 FLOOR = {room: i for i, room in enumerate(FLOORS)}
@@ -166,15 +168,15 @@ FLOOR = {room: i for i, room in enumerate(FLOORS)}
 
 @cache
 def imported(module):
-    "What the module's source imports, at its top or inside functions: dotted names, of modules or of names in them."
+    "Imports of a module's source, at its top or inside functions: dotted names of modules or of names in them."
     package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
     return list(names_imported(source(module).read_text(), package))
 
 
 def names_imported(code, package=''):
-    "What this code of a package imports."
+    "Names that code of a package imports."
     tree = ast.parse(code)
-    for node in ast.walk(tree):   # What only a type checker imports is no import
+    for node in ast.walk(tree):   # Imports for type checkers only do not count
         if isinstance(node, ast.If) and ast.unparse(node.test) == 'TYPE_CHECKING': node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import): yield from (alias.name for alias in node.names)
@@ -185,7 +187,7 @@ def names_imported(code, package=''):
 
 
 def module_of(name):
-    "The module of ours that an imported name is or is in; None for other packages."
+    "The module of the kit that an imported name is or belongs to; `None` for other packages."
     while name not in MODULES and '.' in name: name = name.rpartition('.')[0]
     return name if name in MODULES else None
 
@@ -204,13 +206,13 @@ def room_of(module): return module.split('.')[0]
 
 
 def is_upward(module, target):
-    "Whether the import goes up, or from one framework to the other."
+    "Whether an import goes up, or from one framework to the other."
     if {room_of(module), room_of(target)} == {'pytorch', 'tensorflow'}: return True
     return FLOOR[room_of(target)] < FLOOR[room_of(module)]
 
 
 def find_circle(graph):
-    "Modules that import each other in a circle; empty if there is none."
+    "A cycle of modules that import each other; empty if there is none."
     done = set()
     def visit(module, path):
         if module in path: return path[path.index(module):]
@@ -259,11 +261,12 @@ def test_no_room_imports_the_other_even_inside_a_function(room, other):
             assert rooms not in forbidden and f'devices.{other.removeprefix("py")}' not in name, module
 
 
-# A name with an underscore is for its own room, wherever it is imported or reached through a module
+# A name with an underscore is private to its package, however it is imported or reached through a module
 def private_imports(graph_of_names):
-    """Triples (module, other, name) of private names that a module takes from a module of another room.
+    """Triples (module, other, name) of private names that a module takes from a module of another package.
 
-    `graph_of_names` gives the dotted names that each module imports or reaches."""
+    `graph_of_names` has the dotted names that each module imports or reaches.
+    """
     for module, names in graph_of_names.items():
         for name in names:
             other, _, last = name.rpartition('.')
@@ -281,7 +284,7 @@ def names_reached(code, package):
 
 
 def names_of_ours():
-    "By module, without the package's name: the names of ours that it imports or reaches."
+    "The kit's names that each module imports or reaches, without the package's name."
     found = {}
     for module in MODULES:
         package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
@@ -304,14 +307,14 @@ def test_a_private_name_of_another_room_is_found():
 
 # Notebooks are read in the order of their numbers
 def notebooks(root):
-    "The notebooks below a folder that make modules: the module, and the code of all cells, by path."
+    "Notebooks in a folder that export modules, by path: the module, and the code of all cells."
     found = {}
     for path in sorted(root.rglob('[0-9]*.ipynb')):
         if path.parent.name == '.ipynb_checkpoints': continue
         cells = json.loads(path.read_text(encoding='utf-8'))['cells']
         code = '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'code')
         if module := re.search(r'^#\| *default_exp +(\S+)', code, re.MULTILINE):
-            # What IPython alone understands is no import
+            # Lines that only IPython understands are not imports
             found[path] = (f'b2t_kaggle.{module[1]}'.removesuffix('.__init__'), re.sub(r'(?m)^[%!].*', '', code))
     return found
 
@@ -320,7 +323,7 @@ def number(path): return int(re.match(r'\d+', path.name)[0])
 
 
 def out_of_order(root):
-    "Pairs of notebooks of one folder of which the first imports the second, though its number is not higher."
+    "Pairs of notebooks in one folder, the first of which imports the second although its number is not higher."
     found = notebooks(root)
     home = {module: path for path, (module, _) in found.items()}
     for path, (module, code) in found.items():
@@ -351,7 +354,7 @@ def test_a_number_is_given_once_in_a_folder():
 
 
 def test_a_notebook_finds_the_helpers_of_the_tests_from_its_own_folder():
-    "As `nbdev_test` runs it; pytest would find them anyway."
+    "Run like `nbdev_test`; under pytest the helpers are always found."
     found = [path.parent/folder for path in (ROOT/'nbs').rglob('*.ipynb')
              for folder in re.findall(r"sys\.path\.append\('([^']*tests)'\)", path.read_text(encoding='utf-8'))]
     assert found and all(folder.resolve() == ROOT/'tests' for folder in found)
@@ -362,7 +365,7 @@ def test_the_root_has_few_doors():
     assert len(doors - {'_modidx'}) <= 17
 
 
-# The front door: `from b2t_kaggle import …`
+# Public names of the package: `from b2t_kaggle import …`
 HEAVY = ['numpy', 'pandas', 'numba', 'pydantic', 'pyarrow', 'torch', 'tensorflow', 'keras', 'transformers']
 
 
@@ -372,7 +375,7 @@ def test_the_package_loads_nothing_by_itself():
 
 
 def test_importing_the_package_takes_no_time():
-    "Beside itself it loads `typing` alone, and what that is made of."
+    "It loads only itself, `typing`, and the imports of `typing`."
     def loaded(name): return set(process(f'import sys, {name}; print(*sys.modules)').stdout.split())
     assert loaded('b2t_kaggle') - loaded('typing') == {'b2t_kaggle'}
 
@@ -391,7 +394,7 @@ def test_a_name_of_the_front_door_is_that_of_its_module(name):
 
 
 def test_type_checkers_see_the_names_of_the_front_door():
-    "The names in the file that is only for them are the names that there are, from the same modules."
+    "The names in the stub file are the existing names, from the same modules."
     stub = ast.parse((ROOT/'b2t_kaggle'/'__init__.pyi').read_text()).body
     names = {alias.asname: node.module for node in stub if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert names == {name: f'b2t_kaggle.{module}' for name, module in b2t_kaggle._MODULES.items()}
@@ -428,7 +431,7 @@ def test_modules_of_the_kit_do_not_use_its_front_door():
 
 
 def test_the_front_door_is_enough_for_a_submission(tmp_path):
-    "The program of the package's description, on a small simulation."
+    "The program in the package's description, on a small simulation."
     code = """
 from b2t_kaggle import *
 simulate_dataset('sessions', n_sessions=2, train=10, val=2, test=2, max_words=4, lm_sentences=200)

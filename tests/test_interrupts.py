@@ -1,5 +1,5 @@
-"""Trainings of real runs that are asked to end in each of the ways there are: what they had is saved, they say how much
-that is, and nobody of them stays."""
+"""Trainings of real runs that are interrupted in each possible way: their progress is saved, they report how much was
+saved, and no process is left."""
 import os
 import pty
 import re
@@ -19,14 +19,14 @@ from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pytorch.checkpoint import load_file
 
-# Longer than any test, and nothing is saved unless somebody asks
+# The training lasts longer than any test, and nothing is saved before it is interrupted
 WITHOUT_END = {'train.num_training_batches': 10**6, 'train.batches_per_save': 10**6,
                'train.batches_per_val_step': 10**6}
 
 
 @pytest.fixture(autouse=True)
 def hang_up_is_heard():
-    "As outside of `nohup`, whose processes ignore SIGHUP, and so do those that they start."
+    "SIGHUP ends processes, unlike under `nohup`, whose processes and their children ignore it."
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -34,13 +34,13 @@ def hang_up_is_heard():
 
 @pytest.fixture(autouse=True)
 def bars_are_drawn(monkeypatch):
-    "Also into a pipe, in which they would write few lines: a test waits for the first steps."
+    "Progress bars are also drawn into a pipe, so that a test can wait for the first steps."
     monkeypatch.setenv('B2T_PIPED', '')
 
 
 @pytest.fixture(scope='module')
 def packed(tmp_path_factory):
-    "The work folder of a run whose sessions are packed."
+    "The work folder of a run with packed sessions."
     tmp = tmp_path_factory.mktemp('packed')
     with stages_here(): run_stages(Run(tmp/'run', tmp/'data', SMALL), 'pack')
     return tmp/'data'
@@ -52,7 +52,7 @@ def command(folder, work, verb='train', **values):
 
 
 def read_until(fd, pattern, seconds=LIMIT):
-    "The text that is read until a pattern stands in it."
+    "The text that was read until a pattern occurred in it."
     text = ''
     end = time.monotonic() + seconds
     while not re.search(pattern, text):
@@ -71,7 +71,7 @@ def family(pid): return psutil.Process(pid).children(recursive=True)
 
 
 def check_saved(folder, rest, gone, name='asked'):
-    "The checkpoint is that of which the command spoke, where it could; nobody is left."
+    "Check that the command reported the checkpoint that exists, if it could report it, and that no process is left."
     _, alive = psutil.wait_procs(gone, timeout=LIMIT)
     assert not alive, alive
     saved = load_file(folder/name/'train'/'last.pt')['step']
@@ -83,7 +83,7 @@ def check_saved(folder, rest, gone, name='asked'):
 
 
 def test_ctrl_c_that_ends_the_reader_of_the_output_first(packed, tmp_path):
-    "`b2t train 2>&1 | tee log`: the pipe is gone before anything can be saved, or said."
+    "`b2t train 2>&1 | tee log`: the pipe is closed before anything is saved or printed."
     reading, writing = os.pipe()
     p = subprocess.Popen(command(tmp_path, packed), stdout=writing, stderr=writing)
     os.close(writing)
@@ -91,19 +91,19 @@ def test_ctrl_c_that_ends_the_reader_of_the_output_first(packed, tmp_path):
     started = family(p.pid)
     os.close(reading)
     p.send_signal(signal.SIGINT)
-    assert p.wait(LIMIT) in (130, 141)  # Whichever it notices first
+    assert p.wait(LIMIT) in (130, 141)  # Depends on which it notices first
     check_saved(tmp_path, None, started)
 
 
 @pytest.mark.parametrize('n_processes', [1, 2])
 def test_a_scheduler_that_ends_every_process(packed, tmp_path, n_processes):
-    "SIGTERM to all that there are."
+    "SIGTERM to the command and to all of its processes."
     with subprocess.Popen(command(tmp_path, packed, **{'train.processes': n_processes}), stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT) as p:
         read_until(p.stdout.fileno(), STEPS)
         started = family(p.pid)
         for q in [p, *started]:
-            with suppress(psutil.NoSuchProcess): q.send_signal(signal.SIGTERM) # The first one may have ended others
+            with suppress(psutil.NoSuchProcess): q.send_signal(signal.SIGTERM) # The first signal may have ended others
         rest = p.stdout.read().decode()
         assert p.wait(LIMIT) == 128 + signal.SIGTERM, rest
     assert 'Traceback' not in rest, rest
@@ -111,19 +111,19 @@ def test_a_scheduler_that_ends_every_process(packed, tmp_path, n_processes):
 
 
 def test_a_pipe_that_only_the_processes_of_a_training_write_to(packed, tmp_path):
-    "They notice that nobody reads it, and say so to nobody: all of them save, and end."
+    "They notice that the pipe is closed, and cannot report it; all of them save and end."
     reading, writing = os.pipe()
     p = subprocess.Popen(command(tmp_path, packed, **{'train.processes': 2}), stdout=writing, stderr=writing)
     os.close(writing)
     read_until(reading, STEPS)
     started = family(p.pid)
     os.close(reading)
-    assert p.wait(LIMIT) in (130, 141)  # Whether the command itself had something to say
+    assert p.wait(LIMIT) in (130, 141)  # Depends on whether the command itself wrote to the pipe
     check_saved(tmp_path, None, started)
 
 
 def test_a_terminal_that_is_closed(packed, tmp_path):
-    "As by the end of a connection: SIGHUP comes, and nothing can be written any more."
+    "For example at the end of a connection: SIGHUP arrives, and nothing can be written any more."
     pid, terminal = pty.fork()
     if pid == 0: os.execv(sys.executable, command(tmp_path, packed))
     read_until(terminal, STEPS)
@@ -136,7 +136,7 @@ def test_a_terminal_that_is_closed(packed, tmp_path):
 
 @pytest.mark.parametrize('how', ['SIGTERM', 'a pipe that is gone'])
 def test_a_sweep(packed, tmp_path, how):
-    "The trial that is trained is saved, no other one is begun, and the same command goes on with it."
+    "The current trial is saved, no other trial starts, and the same command continues with it."
     optuna = pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
     reading, writing = os.pipe()
     p = subprocess.Popen(command(tmp_path, packed, 'sweep', **{'model.n_units': '8,16'}), stdout=writing,
@@ -154,11 +154,11 @@ def test_a_sweep(packed, tmp_path, how):
     assert [f.name for f in tmp_path.glob('asked-*')] == ['asked-000'] and 'Traceback' not in (rest or '')
     assert rest is None or re.search(r'Continue with:\s+\S.* sweep --out', rest), rest
     study = optuna.load_study(study_name='asked', storage=f'sqlite:///{tmp_path/"asked"/"study.db"}')
-    assert [t.state.name for t in study.trials] == ['RUNNING'] # What the same command goes on with
+    assert [t.state.name for t in study.trials] == ['RUNNING'] # The same command continues with this trial
 
 
 def processes_of(mark):
-    "Everything that was started with a variable of the environment, whoever is its parent now."
+    "Processes with this value of an environment variable, whichever process is their parent now."
     found = []
     for p in psutil.process_iter():
         try:
@@ -168,7 +168,7 @@ def processes_of(mark):
 
 
 def find(mark, word):
-    "The first process of a run whose command has a word, as soon as there is one."
+    "The first process of a run whose command line contains a word; waits until it exists."
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         for p in processes_of(mark):
@@ -184,7 +184,7 @@ KERNEL, TORCHRUN, WORKER = 'ipykernel.kernelapp', 'torch.distributed.run', 'work
 @pytest.mark.parametrize(('importing', 'killed'), [
     (KERNEL, 'the command'), (TORCHRUN, 'its parent'), (WORKER, 'its parent'), (WORKER, 'the command')])
 def test_nobody_outlives_what_started_it(packed, tmp_path, importing, killed):
-    "It is killed while a process that it started has only begun to import."
+    "A process is killed while a process that it started is still importing modules."
     env = os.environ | {'B2T_TEST_RUN': str(tmp_path)}
     null = subprocess.DEVNULL
     p = subprocess.Popen(command(tmp_path, packed, **{'train.processes': 2}), env=env, stdout=null, stderr=null)

@@ -23,7 +23,7 @@ api = pytest.importorskip('kaggle.api.kaggle_api_extended',
 
 
 class Kaggle(BaseHTTPRequestHandler):
-    "As much of Kaggle as a push needs; requests are recorded in `server.asked`."
+    "The requests that a push needs; they are recorded in `server.asked`."
     def answer(self):
         body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         name = self.path.rpartition('/')[2]

@@ -1,5 +1,5 @@
-"""Keys of the configuration and stages: each key that is changed makes stale the stages that read it and those after
-them, and no stage reads a key on which its stamp does not depend."""
+"""Keys of the configuration and stages: a changed key makes stale the stages that read it and all after them, and no
+stage reads a key that its stamp does not cover."""
 import os
 import shutil
 import sys
@@ -20,7 +20,7 @@ from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
 from b2t_kaggle.pipeline.stamps import StageRun
 
-# Which stages read a key, or the keys of a group that do not stand here alone; found by reading the notebooks
+# Stages that read a key, or all keys of a group that are not listed separately; derived from the notebooks
 READERS = {
     'simulate': 'simulate',
     'data': 'train',
@@ -55,7 +55,7 @@ READERS = {
     'report': 'report',
     'session': '',
 }
-# The stages that read what a stage makes
+# Stages that read the outputs of a stage
 FOLLOWERS = {
     'simulate': 'check pack lm',
     'check': 'pack lm',
@@ -71,10 +71,10 @@ FOLLOWERS = {
     'submit': 'report',
     'report': '',
 }
-# Input files that are no folders
+# Inputs that are files, not folders
 FILES = {'lm.path', 'lm.general', 'lm.texts', 'infer.logits', 'decode.boost', 'combine.sources', 'report.blocks',
          'audio.targets'}
-# Configurations, by what most keys in them need; a value FILE stands for an input file
+# Configurations in which keys have an effect; FILE stands for an input file
 BASES = {
     'most': {},
     'systems': {'data.dataset_dir': 'FILE', 'rescore.llm': 'FILE', 'combine.sources': 'FILE',
@@ -86,14 +86,14 @@ BASES = {
     'participant': {'model.participants': {'t15': 512}},
     'frozen': {'train.init_checkpoint_path': 'FILE'},
 }
-# Keys, or the begins of their names, that mean nothing in most configurations
+# Configuration for keys, or prefixes of keys, that have no effect in most configurations
 BASE_OF = {
     'data.dataset_dir': 'systems', 'rescore': 'systems', 'combine': 'systems', 'train.lr_step': 'systems',
     'infer.logits': 'logits',
     'infer.average': 'logits', 'infer.weights': 'logits', 'infer': 'checkpoint', 'audio': 'audio LLM',
     'generate': 'audio LLM', 'data.shares': 'participant', 'train.frozen': 'frozen',
 }
-# Values that follow from no other one
+# Values that cannot be derived from the current value
 OTHER = {
     'audio.weights': {'ctc': .5},
     'data.sessions': ['t15.2023.08.13'],
@@ -105,13 +105,13 @@ OTHER = {
     'data.shares': {'t15': 1.},
     'infer.weights': [1.],
 }
-# What a stage says, and does nothing with
+# Keys that a stage only prints
 PRINTED = {('infer', 'train.refit')}
-# Functions that see which stages there are, and what is written down of their inputs
+# Functions that plan stages or record inputs
 PLANNING = {'plan', 'needs_of', 'config_with', 'time_left', 'marks', 'inputs', 'key', 'fingerprint'}
 
 
-class NoOther(Exception): pass # Value of a key that the configuration takes
+class NoOther(Exception): pass # The configuration accepts no other value of this key
 
 
 def readers(key): return set(READERS.get(key, READERS[key.split('.')[0]]).split())
@@ -127,7 +127,7 @@ def and_followers(stages):
 
 @pytest.fixture(scope='module')
 def inputs(tmp_path_factory):
-    "Two folders that any key may name, or a file in them, of different contents."
+    "Two folders with different contents; any key may name them, or a file in them."
     folders = [tmp_path_factory.mktemp(name) for name in ('first', 'second')]
     for size, folder in enumerate(folders, 3):
         (folder/'t15.2023.08.11').mkdir()
@@ -140,7 +140,7 @@ def place(key, folder): return str(folder/'a_val.jsonl' if key in FILES else fol
 
 
 def bases_of(key):
-    "Configurations in which a key means something; without a training, too, where it is not the only one to read it."
+    "Configurations in which a key has an effect; also one without training, if another stage reads the key too."
     if key.startswith('model.') and key not in flat_values(Config()):
         yield next(n for n in encoder_names() if key.split('.')[1] in encoder_config(n).model_fields)
     else: yield next((name for begin, name in BASE_OF.items() if key.startswith(begin)), 'most')
@@ -148,14 +148,14 @@ def bases_of(key):
 
 
 def values_of(base, inputs):
-    "Values of a configuration beside those of the small run."
+    "Values of a configuration in addition to those of the small run."
     if base in BASES: return {k: place(k, inputs[0]) if v == 'FILE' else v for k, v in BASES[base].items()}
-    fields = encoder_config(base).model_fields # An encoder of another size than the small run's
+    fields = encoder_config(base).model_fields # The encoder's sizes differ from the small run's
     return {'model.name': base} | {f'model.{k}': f.default for k, f in fields.items() if f'model.{k}' in SMALL}
 
 
 def words(annotation):
-    "The words that a type has."
+    "Literal values that a type allows."
     if get_origin(annotation) is Literal: yield from get_args(annotation)
     else:
         for part in get_args(annotation): yield from words(part)
@@ -186,7 +186,7 @@ def changed(key, cfg, inputs):
 
 
 class Reads:
-    "The keys that the code of each stage reads while it is executed; what the configuration does with itself aside."
+    "Records the keys that the code of each stage reads, except reads by the configuration itself."
     def __init__(self):
         self.of = defaultdict(set)
         self.stage = None
@@ -222,7 +222,7 @@ class Reads:
 
 
 def execute_all(run, until=None):
-    "Execute what is not done; returns the keys that each stage reads."
+    "Execute the stages that are not done; returns the keys that each stage reads."
     reads = Reads()
     with reads.recorded():
         for name in plan(run.cfg, until):
@@ -240,7 +240,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def copy(small, tmp_path_factory):
-    "A function that copies the run and gives it other values."
+    "A function that copies the run and changes values."
     def copied(values):
         folder = tmp_path_factory.mktemp('copy')
         for path in small[0].dir, small[0].work: shutil.copytree(path, folder/path.name, copy_function=os.link)
@@ -250,7 +250,7 @@ def copy(small, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def known_contents(monkeypatch):
-    "Files that do not change are read once."
+    "Fingerprints of files that do not change are computed once."
     found = run_module.content_fingerprints
     known = cache(lambda path: found([path])[path])
     for module in (run_module, stamps):
@@ -258,7 +258,7 @@ def known_contents(monkeypatch):
 
 
 def done(run):
-    "A run whose stages are stamped, as if those that would do something had done it."
+    "The run with a stamp for every stage, without executing them."
     for name in plan(run.cfg):
         stage = StageRun(run, name)
         if stage.status() != 'done': stage.begin().finish([])
@@ -268,7 +268,7 @@ def done(run):
 def with_config(run, cfg):
     "The run with another configuration, which is not saved."
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(Run, '_read', lambda self: None) # The saved one, which takes time
+        m.setattr(Run, '_read', lambda self: None) # Reading the saved one would take time
         return Run(run.dir, run.work, cfg=cfg, save=False)
 
 
@@ -276,7 +276,8 @@ def statuses(run): return {name: StageRun(run, name).status() for name in plan(r
 
 
 def test_each_key_makes_its_readers_stale(small, copy, inputs):
-    "Of all keys: those that it says, those after them, and no others; a model is begun anew unless the key may change."
+    """Exactly the stages that read a key, and those after them, become stale; training starts again unless the key may
+    change."""
     runs_of = {}
     wrong = {}
     for key, base in ((key, base) for key in config_fields() for base in bases_of(key)):
@@ -288,14 +289,14 @@ def test_each_key_makes_its_readers_stale(small, copy, inputs):
         expected = and_followers(readers(key)) & set(found)
         facts = set(map(type, config_fields()[key].facts))
         if stale != expected or (ChangesNothing in facts) != (not readers(key)): wrong[key, base] = stale, expected
-        goes_on = facts & {MayChange, ChangesNothing} and key != 'data.dataset_dir' # Here one with other sessions
+        goes_on = facts & {MayChange, ChangesNothing} and key != 'data.dataset_dir' # The other one has other sessions
         is_anew = 'train' in found and after.fingerprint('train') != before.fingerprint('train')
         if is_anew != ('train' in stale and not goes_on): wrong[key, base, 'fingerprint'] = is_anew
     assert not wrong
 
 
 def test_no_stage_reads_what_its_stamp_leaves_out(small, copy, inputs, tmp_path):
-    "With each key that its code reads a stage's key is another one; beside those that change no result."
+    "Changing any key that a stage's code reads changes the stage's key, except keys that change no result."
     run, _ = small
     logits, sentences = ([path(split) for split in ('val', 'test')] for path in (run.logits, run.hypotheses))
     theirs = [tmp_path/f.name for f in sentences]

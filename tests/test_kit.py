@@ -1,4 +1,4 @@
-"The script behind the README's two commands says what is missing before it downloads anything."
+"The script behind the README's two commands reports missing requirements before it downloads anything."
 import errno
 import fcntl
 import os
@@ -15,14 +15,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def kit(*args, path=None, options=(), **env):
-    "The command, without what the environment of these tests says of Pythons and folders."
+    "Run the command without the environment variables of these tests that name Pythons and folders."
     calm = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')}
     return subprocess.run(['/bin/bash', *options, str(ROOT/'kit'), *args], capture_output=True, text=True, timeout=60,
                           env=calm | dict(PATH=path or os.environ['PATH']) | env)
 
 
 def tools(tmp_path, python):
-    "A PATH with the system's small tools and a `python3` of our making, but no compiler."
+    "A PATH with the system's small tools and a fake `python3`, but without a compiler."
     tmp_path.mkdir(exist_ok=True)
     for name in 'basename dirname sha256sum cut cat sed bash mkdir ls rm flock touch nproc'.split():
         found = next((p for p in ('/usr/bin', '/bin') if (Path(p)/name).exists()), None)
@@ -38,7 +38,7 @@ def test_no_python(tmp_path):
 
 
 def test_a_python_that_was_asked_for_and_does_not_serve(tmp_path):
-    "No other is taken instead."
+    "No other Python is used instead."
     for python in ('python3', 'python3.9'):
         r = kit('run', path=tools(tmp_path/python, 'exit 1'), B2T_PYTHON=python)
         assert r.returncode == 2 and r.stderr.startswith(f'kit: B2T_PYTHON={python} is not a Python 3.11')
@@ -56,7 +56,7 @@ def test_of_two_pythons_of_one_version_that_of_the_distribution_is_taken(version
     assert f'\n+ py={taken if taken[0] == "/" else tmp_path/taken}\n' in r.stderr
 
 
-# A Python without venv and headers, older than 3.13 or not
+# A Python without venv and headers; the parameter says whether it is at least 3.13
 BARE = 'case "$2" in *ensurepip*|*sysconfig*) exit 1;; *venv*) echo python3.11-venv;; *">= (3, 13)"*) exit {};; esac'
 
 
@@ -65,7 +65,7 @@ BARE = 'case "$2" in *ensurepip*|*sysconfig*) exit 1;; *venv*) echo python3.11-v
     *((('env', extra), True, ' python3-dev g++ make') for extra in ('dev', 'xla', 'kenlm')),
 ], ids=str)
 def test_no_venv_no_headers_no_compiler(args, is_old, missing, tmp_path):
-    "A compiler is asked for only where kenlm is going to be compiled."
+    "A compiler is required only if kenlm will be compiled."
     r = kit(*args, path=tools(tmp_path, BARE.format(int(not is_old))), B2T_ENVS=str(tmp_path/'envs'))
     assert r.returncode == 2
     reason = ' (kenlm is compiled on installation)' if missing else ''
@@ -80,11 +80,11 @@ def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
     assert 'does not compile on Python 3.13; B2T_PYTHON=python3.12' in r.stderr
 
 
-# A Python that has everything and installs nothing
+# A Python that has everything, but whose venv fails
 NO_VENV = 'case "$*" in *"-m venv"*) echo no venv today >&2; exit 1;; *print*version*) echo 9.9;; esac'
 
 
-# A Python that installs nothing, and says where it is started, and with what
+# A Python that installs nothing, and prints its folder, arguments and variables
 SAYS = """case "$*" in
 *"-m venv"*) mkdir -p "${!#}/bin" && cp "$0" "${!#}/bin/python";;
 *b2t_kaggle.cli*|*own.py*) printf '%s\\n' "$PWD" "$*" "$B2T_COMMAND" "$PYTHONPATH";;
@@ -97,7 +97,7 @@ esac"""
 ], ids=lambda value: value[0] if isinstance(value, tuple) else '')
 @pytest.mark.parametrize('envs', ['absolute', '.pytest_cache/envs'])
 def test_paths_are_those_of_the_folder_in_which_the_kit_is_called(args, expected, envs, tmp_path, monkeypatch):
-    "Messages name the command as it was called, and the checkout's own code is what is imported."
+    "Messages name the command as it was called, and the checkout's own code is imported."
     (tmp_path/'caller').mkdir()
     monkeypatch.chdir(tmp_path/'caller')
     tools(tmp_path, SAYS)
@@ -112,7 +112,7 @@ def test_an_installation_on_a_file_system_without_locks(tmp_path, number):
     r = kit('run', path=tools(tmp_path/'bin', NO_VENV), B2T_ENVS=str(tmp_path/'envs'),
             **{k: env[k] for k in ('LD_PRELOAD', 'FLOCK_ERRNO')})
     assert f'kit: cannot lock {tmp_path}/envs; do not start another ./kit' in r.stderr
-    assert r.stderr.endswith('no venv today\n') # It went on
+    assert r.stderr.endswith('no venv today\n') # It continued
 
 
 @pytest.mark.parametrize('home', [None, '/proc/1'])
@@ -136,7 +136,7 @@ def test_who_waits_for_another_installation_says_so(tmp_path):
     with lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         second = subprocess.Popen(['/bin/bash', ROOT/'kit', 'run'], env=env, stderr=subprocess.PIPE, text=True)
-        if not select.select([second.stderr], [], [], 30)[0]: second.kill() # Silent for half a minute
+        if not select.select([second.stderr], [], [], 30)[0]: second.kill() # Fails after half a minute without output
         assert second.stderr.readline().startswith('kit: another ./kit is installing into')
     assert second.communicate()[1].endswith('no venv today\n')
 
@@ -151,7 +151,7 @@ def test_help_and_mistakes(args, status, message):
 
 
 def test_extras_are_listed_and_others_refused(tmp_path):
-    "In the help, and where one is misspelled, each that settings.ini has."
+    "The help, and the error for a misspelled extra, list every extra in settings.ini."
     expected = re.findall(r'^(\w+)_requirements', (ROOT/'settings.ini').read_text(), re.M)
     text = ' '.join(kit('--help').stdout.split())
     listed = re.search(r'Extras: ((?:\w+, )+\w+)', text)[1]
@@ -161,12 +161,12 @@ def test_extras_are_listed_and_others_refused(tmp_path):
 
 
 def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):
-    "All of it or nothing: what was compiled of other sources is not even kept."
+    "Compiled files are shared only between equal sources; those of other sources are not even kept."
     import compiled
     monkeypatch.setattr(compiled, 'COMPILED', tmp_path/'cache')
 
     def session(checkout, compiles=(), **sources):
-        "What is compiled there when a session of pytest begins, which then compiles more."
+        "Files found when a session of pytest starts in a checkout; afterwards the session compiles more."
         cache = tmp_path/checkout/'b2t_kaggle'/'__pycache__'
         cache.mkdir(parents=True, exist_ok=True)
         for name, source in sources.items(): (cache.parent/f'{name}.py').write_text(source)
@@ -180,7 +180,7 @@ def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path
     old = dict(fast='@njit', slow='pass')
     assert session('one', ['f.nbi', 'f.1.nbc'], **old) == []
     assert session('two', ['g.nbi', 'g.1.nbc'], **old) == ['f.1.nbc', 'f.nbi']
-    assert session('one') == ['f.1.nbc', 'f.nbi']  # its own
+    assert session('one') == ['f.1.nbc', 'f.nbi']  # its own files
     assert session('three', **old | dict(slow='other')) == ['f.1.nbc', 'f.nbi', 'g.1.nbc', 'g.nbi']
     assert session('two', fast='@njit()') == []
     assert session('two', fast='@njit') == ['f.1.nbc', 'f.nbi', 'g.1.nbc', 'g.nbi']
@@ -188,7 +188,7 @@ def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path
 
 
 def test_compiled_programs_of_tensorflow_are_kept(tmp_path, monkeypatch):
-    "A folder for each processor, which begins anew where it has grown too large; a user's own flags stay."
+    "Each processor has its own folder, which is emptied if it has grown too large; a user's own flags stay."
     import compiled
     monkeypatch.setattr(compiled, 'PROGRAMS', tmp_path/'of one')
     environ = {}

@@ -1,4 +1,4 @@
-"Real limits of the system: few files, little memory, few processes, a read-only folder. Each is named."
+"Real limits of the system (few files, little memory, few processes, a read-only folder) are named in errors."
 import os
 import resource
 import subprocess
@@ -13,7 +13,7 @@ from b2t_kaggle.data.sessions import SPLITS, Trial, session_path, write_session
 
 
 def explained(code, before=None):
-    "A message for the error with which a program ends."
+    "The message for the error that ends a program."
     indented = code.replace('\n', '\n    ')
     program = f'from b2t_kaggle.core.files import explain_error\ntry:\n    {indented}\nexcept BaseException as e: ' \
               'print(explain_error(e))'
@@ -50,7 +50,7 @@ started = [subprocess.Popen(['sleep', '1']) for _ in range(5)]'''
 
 @pytest.fixture
 def mounted(tmp_path):
-    "Mounts a file system with options."
+    "A function that mounts a file system with options."
     disk = tmp_path/'disk'
     disk.mkdir()
     def mount(options):
@@ -68,7 +68,7 @@ def test_a_disk_without_room(mounted):
 
 
 def check(folder, before=None):
-    "The last line of a stage on one session, and all that it printed."
+    "The last line of a stage on one session, and its whole output."
     day = 't15.2023.08.13'
     for i, split in enumerate(SPLITS):
         trial = Trial(day, split, 'trial_0000', i, 0, np.zeros((20, 512), 'float32'), np.array([17, 31, 40]), 'how')

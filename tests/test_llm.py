@@ -1,4 +1,5 @@
-"LLM scores agree with the plain computation: model classes, precisions, contexts, odd tokenizers, memory."
+"""LLM scores agree with the plain computation, for several model classes, precisions, contexts and unusual tokenizers;
+memory."""
 import itertools
 import subprocess
 import sys

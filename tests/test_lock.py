@@ -1,4 +1,4 @@
-"lock.txt: it has what settings.ini asks for, in the versions of constraints.txt, and what differs from it is refused."
+"lock.txt has the requirements of settings.ini in the versions of constraints.txt, and other archives are refused."
 import hashlib
 import os
 import re
@@ -28,7 +28,7 @@ def fits(requirement, machine, extra=''):
 
 
 def locked(group, machine):
-    "The version and the hashes of each package of a group there."
+    "Version and hashes of each package in a group on a machine."
     found = {}
     for (name, version, marker), (hashes, where) in ENTRIES.items():
         if group not in where or not fits(Requirement(f'x; {marker}' if marker else 'x'), machine): continue
@@ -67,7 +67,7 @@ def test_every_pin_is_used():
 
 
 def test_indirect_requirements_are_locked():
-    "What stands in this environment needs nothing that is not locked with it."
+    "Packages of this environment need only packages that are locked with them."
     from importlib.metadata import distributions
     installed = {canonicalize_name(d.name): d for d in distributions()}
     here = {**locked('dev', default_environment()), **locked('build', default_environment())}
@@ -87,7 +87,7 @@ def test_cuda_is_apart(monkeypatch):
 
 
 def test_pytorch_without_cuda_is_asked_for_where_there_is_one(monkeypatch):
-    "Under the name of its own that it has, with the same hashes; never for PyTorch/XLA."
+    "Under its own version name, with the same hashes; never for PyTorch/XLA."
     def torch(text): return {k.version: hashes for k, (hashes, _) in parse(text).items() if k.name == 'torch'}
     (version, hashes), = torch(pick('run', cuda=False)).items()
     for offered, expected in (True, f'{version}+cpu'), (False, version):
@@ -110,7 +110,7 @@ def test_what_is_written_is_read_again():
 
 @pytest.fixture
 def checkout(tmp_path):
-    "A checkout that wants two small packages, `other` for two of its extras, which no index has but a folder."
+    "A checkout with two small packages, one of them (`other`) for two extras, available only from a folder."
     folder = tmp_path/'checkout'
     (folder/'tools').mkdir(parents=True)
     for name in ('kit', 'tools/lock.py'): shutil.copy(ROOT/name, folder/name)
@@ -125,7 +125,7 @@ def checkout(tmp_path):
 def lock_them(checkout, found):
     groups_of = dict(tool={'build'}, small={'run', 'llm', 'tf'}, other={'llm', 'tf'})
     text = ''.join(entry(Locked(name, '1.0', ''), {found[name]}, groups_of[name]) for name in found)
-    # What does not fit this Python is never missing
+    # An entry for another Python never counts as missing
     text += entry(Locked('old', '1.0', "python_version < '3'"), {'0'*64}, {'run', 'llm', 'tf'})
     (checkout/'lock.txt').write_text(text)
     return found
@@ -140,7 +140,7 @@ def kit(checkout, *args):
 
 
 def test_the_kit_refuses_an_archive_that_is_not_the_locked_one(checkout):
-    "A checkout whose lock.txt has one archive as it is and one of another content, and no index."
+    "lock.txt has one archive as it is and one with other content, and there is no index."
     envs = checkout.parent/'envs'
     found = {k.name: hashes for k, (hashes, _) in parse((checkout/'lock.txt').read_text()).items()}
     lock_them(checkout, dict(tool=found['tool'].pop(), small='0'*64))
@@ -158,7 +158,7 @@ def test_an_environment_belongs_to_no_checkout_and_what_is_there_is_not_installe
     env = Path(r.stdout.strip())
     names = {p.name.partition('-')[0] for p in env.glob('lib/python*/site-packages/*.dist-info')}
     assert names - {'pip', 'setuptools'} == {'tool', 'small', 'other'}
-    # Another checkout, with the same requirements: neither overwrites the other's code
+    # Another checkout with the same requirements; neither overwrites the other's code
     twin = checkout.parent/'twin'
     shutil.copytree(checkout, twin)
     for folder in (checkout, twin):

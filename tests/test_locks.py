@@ -1,5 +1,5 @@
-"""Locks: processes exclude each other, whichever of them are killed, and none waits for a file without a holder, also
-if the file system has no `flock`."""
+"""Locks: processes exclude each other even if some are killed, and never wait for a file without a holder, also if the
+file system has no `flock`."""
 import errno
 import os
 import sqlite3
@@ -18,8 +18,8 @@ from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError
 from b2t_kaggle.pipeline.stamps import StageRun
 
-# Takes the lock twenty times; whoever finds another one inside says so. A number of times may be set after which it
-# dies with the lock: were that left to chance, once in a hundred tests nobody would die
+# Takes the lock twenty times, and fails if another process holds it too. It can be told to die while it holds the lock
+# for the n-th time; at random, some tests would kill no process
 HOLDER = '''
 import os, random, sys, time
 from b2t_kaggle.core import locks
@@ -42,7 +42,7 @@ def test_processes_exclude_each_other_though_some_die(tmp_path):
         command = [sys.executable, '-c', HOLDER, tmp_path, str(seed), str(dies_after)]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE))
     assert [(p.communicate()[1], p.returncode) for p in started] == [(b'', 9)]*3+[(b'', 0)]
-    assert set(os.listdir(tmp_path)) <= {'lock'} # Of one that died after the last of the others had ended
+    assert set(os.listdir(tmp_path)) <= {'lock'} # The file of a process that was the last to die
 
 
 def test_a_holder_shows_that_it_lives(tmp_path, monkeypatch):

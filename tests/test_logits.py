@@ -1,4 +1,4 @@
-"LogitStore: what is refused, what is kept, and averages against their formulas."
+"LogitStore: refused input, round trips, and averages that agree with their formulas."
 import json
 import os
 import pickle
@@ -14,7 +14,7 @@ from b2t_kaggle.logits import LogitError, LogitStore, log_sum_exp
 
 
 def log_probs(rng, n, k, scale=3.):
-    "Log-probabilities [n, k] by a way of their own: exact in float64, then float32."
+    "Log-probabilities [n, k], computed independently: exact in float64, then float32."
     p = np.exp(scale*rng.standard_normal((n, k)))
     return np.log(p/p.sum(1, keepdims=True)).astype('float32')
 

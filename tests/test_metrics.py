@@ -1,4 +1,4 @@
-"Error rates against an independent computation, on random and on real data."
+"Error rates agree with an independent computation, on random and on real data."
 import json
 from pathlib import Path
 
@@ -27,7 +27,7 @@ KEPT = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ -'"
 
 
 def distance(a, b):
-    "Levenshtein distance by the textbook's dynamic programme."
+    "Levenshtein distance by the textbook's dynamic programming."
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         above = row
@@ -37,7 +37,7 @@ def distance(a, b):
 
 
 def words(text):
-    "The metric's words, written out anew."
+    "The metric's normalisation of words, reimplemented."
     s = ''.join(c for c in text if c in KEPT).replace('- ', ' ').lower().replace('--', '').replace(" '", "'")
     return [w for w in s.split(' ') if w]
 

@@ -1,4 +1,5 @@
-"Line searches agree with brute force, the gate with a search over all thresholds, exchanged words with a definition."
+"""Line searches agree with brute force, the gate with a search over all thresholds, and exchanged words with their
+definition."""
 import itertools
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"Tests reach nothing but this machine, nor does what they start (conftest.py, tests/no_network)."
+"Tests and the processes that they start can only reach this machine (conftest.py, tests/no_network)."
 import os
 import socket
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.skipif(bool({'BUILD_KENLM', 'RESOLVE'} & os.environ.keys()), reason='asked to use the network')
-ELSEWHERE = [('192.0.2.1', 80), ('2001:db8::1', 80), ('example.com', 80)]  # Addresses for documentation, of nobody
+ELSEWHERE = [('192.0.2.1', 80), ('2001:db8::1', 80), ('example.com', 80)]  # Reserved addresses for documentation
 
 
 @pytest.mark.parametrize('address', ELSEWHERE)

@@ -1,4 +1,4 @@
-"An opinion pool against definitions, finite differences and simulated systems whose seeds share their errors."
+"An opinion pool agrees with definitions, finite differences and simulated systems whose seeds share their errors."
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,8 @@ def misheard(rng, words, rate):
 
 
 def simulated(n, seed, kinds=KINDS):
-    "Kinds as (seeds, error rate that a kind's seeds share, error rate of each seed); the same sentences by seed."
+    """Simulate kinds, each with its number of seeds, their shared error rate and each seed's own; seeds have the same
+    sentences."""
     h = Hypotheses()
     sentences = np.random.default_rng(seed)
     for i in range(n):
@@ -67,7 +68,7 @@ def test_the_coefficients_have_the_least_loss():
     starts = np.r_[0, np.cumsum(sizes)[:-1]]
     x = rng.normal(size=(sizes.sum(), 3))
     good = rng.random(len(x)) < 0.4
-    good[starts] |= ~np.logical_or.reduceat(good, starts) # At least one in each trial
+    good[starts] |= ~np.logical_or.reduceat(good, starts) # At least one error in each trial
     prior = np.array([1., 0., 0.])
     penalty = np.array([0.1, 1., 20.])
     def loss(w):
@@ -112,7 +113,7 @@ def test_seeds_that_say_the_same_do_not_multiply_their_opinion():
         for t, entries in h.entries.items(): entries += [replace(entries[0], model=str(k)) for k in range(1, n)]
         return h
     val, test = copied(0, 9), copied(1, 9)
-    assert word_error_rate(test.references(), vote(test)) > 0.11 # The nine outvote the two
+    assert word_error_rate(test.references(), vote(test)) > 0.11 # The nine copies outvote the two others
     assert wer(test, fit_pool(val).predict(test)) < 0.5*word_error_rate(test.references(), vote(test))
 
 
@@ -140,7 +141,7 @@ NOISY = (3, 0.2, 0.05), (3, 0.2, 0.05)
 
 
 def knowing(hypotheses, sign=1):
-    "Scores of an LM that knows what was said, but for every fourth sentence."
+    "Scores of an LM that knows the references, except for every fourth sentence."
     right = {t.reference for i, t in enumerate(hypotheses.trials.values()) if i % 4}
     texts = {e.text for entries in hypotheses.entries.values() for e in entries}
     return {text: -10. - sign*30.*(text not in right) for text in texts}
@@ -156,7 +157,7 @@ def test_a_causal_lm_is_heard_within_its_bound():
     assert wer(test, pool.predict(test, llm=knowing(test))) - floor < 0.7*(plain - floor)
     assert pool.coefficients['llm'] > 0
     voice = bounded_voice(np.array([-1e6, -5., -np.inf]))
-    assert np.ptp(voice) == pytest.approx(np.log(10.5/0.5)) # As ten seeds against none
+    assert np.ptp(voice) == pytest.approx(np.log(10.5/0.5)) # Like ten votes against none
     with pytest.raises(ValueError, match='found the features votes, agreement, words, letters, expected'):
         pool.predict(test)
 

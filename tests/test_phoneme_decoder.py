@@ -1,4 +1,4 @@
-"Lists of phoneme sequences: the search against all paths, the learned scores against sums, and real lists."
+"Lists of phoneme sequences: the search agrees with all paths, learned scores with sums, and real lists are decoded."
 import csv
 import itertools
 import math
@@ -49,7 +49,7 @@ def spellings(text):
 
 
 def best_by_enumeration(frames, lm, model):
-    "Every path through the frames over the lexicon's classes: the best total of each sentence that one spells."
+    "The best total of each sentence that a path over the lexicon's classes spells, by enumeration of all paths."
     best_of_labels = {}
     for path in itertools.product(CLASSES, repeat=len(frames)):
         labels = tuple(k for k, _ in itertools.groupby(path) if k != BLANK)
@@ -77,7 +77,7 @@ def test_the_best_sentence_is_that_of_all_paths(lm, seed):
 
 
 def test_the_best_total_with_an_llm_is_that_of_all_paths(lm):
-    "With any scores of the LLM; the search's own weights only decide what is found."
+    "For any scores of the LLM; the search's own weights only determine which sentences are found."
     x = phoneme_list({'five_best': [{'phonemes': 'AH B |', 'score': -.4}, {'phonemes': 'AH | |', 'score': -1.3}]})
     def scores(texts): return np.array([math.sin(sum(map(ord, t))) for t in texts])
     class Both:
@@ -95,7 +95,8 @@ def test_the_best_total_with_an_llm_is_that_of_all_paths(lm):
 
 
 def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
-    "Another truth changes what is found for the trials of the other fold; with no change learned, all paths say what."
+    """Other references in one fold change only the lists of the other fold. With a large penalty nothing is learned,
+    and the best total is that of all paths."""
     spoken = {'AH B | AH |': 'a b', 'AH | B |': 'a b', 'B | AH |': 'b a', 'AH B |': 'ab'}
     lists = [phoneme_list({'greedy': heard, 'phonemes': heard, 'sentence': s}) for heard, s in spoken.items()]
     model = random_model(5)
@@ -116,7 +117,7 @@ def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
 
 
 def test_readings_of_a_sentence_do_not_tell_of_each_other(monkeypatch, lm):
-    "A ranking is learned from folds that share no sentence; other trials are in the fold that they were in."
+    "A ranking is learned from folds that share no sentence; other trials stay in their fold."
     noted = {}
     def note(name, i):
         inner = getattr(decoder, name)
@@ -135,7 +136,7 @@ def test_readings_of_a_sentence_do_not_tell_of_each_other(monkeypatch, lm):
 
 
 def test_weights_of_the_list_alone_give_its_shares():
-    "With one weight for the ratio and no other, a slot's classes have the list's probabilities, but for the floor."
+    "With one weight for the ratio and no other, a slot's classes have the list's probabilities, except for the floor."
     sequences = [parse_phonemes('AH | B'), parse_phonemes('AH | D'), parse_phonemes('AH | B AH')]
     network = phoneme_network(sequences, np.log([.5, .3, .2]))
     weights = np.zeros(N_WEIGHTS)
@@ -144,7 +145,7 @@ def test_weights_of_the_list_alone_give_its_shares():
     for rows, shares in (slots, network.slots), (gaps, network.gaps):
         scores = class_scores(rows, weights)
         p = np.exp(scores - np.logaddexp.reduce(scores, axis=1)[:, None])
-        assert np.abs(p - shares).max() < .09 # What the list lacks has a floor of 0.002 for each class
+        assert np.abs(p - shares).max() < .09 # Classes missing from the list have a floor of 0.002
     assert network.slots[2, to_class_ids(['D'])[0]] == pytest.approx(.3)
     assert network.gaps[3, to_class_ids(['AH'])[0]] == pytest.approx(.2)
 
@@ -160,7 +161,7 @@ def test_the_order_is_that_of_expected_errors(lm):
 
 @pytest.mark.skipif(not (T15/'phonemes_val.jsonl').exists(), reason=f'{T15} does not exist: no real lists')
 def test_real_lists_become_sentences(tmp_path):
-    "With two words' context of the train transcripts alone, four of five words are right."
+    "With a context of two words from the training transcripts alone, four of five words are right."
     lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::4]
     with open(T15/'train.csv') as f: text = [normalize_sentence(row['sentence']) for row in csv.DictReader(f)]
     words = sorted({w for s in text for w in s.split() if w.replace("'", '').isalpha()})

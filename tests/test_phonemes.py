@@ -1,4 +1,4 @@
-"Properties of the phoneme room, its determinism, and its agreement with the official labels."
+"Properties of the phoneme package, its determinism, and its agreement with the official labels."
 import csv
 import os
 import re
@@ -38,7 +38,7 @@ LARGE = {'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
 
 
 def run(code, **env):
-    "What code prints in a process of its own."
+    "Output of code in a separate process."
     return subprocess.run([sys.executable, '-c', code], env=os.environ | env, capture_output=True, text=True,
                           check=True, timeout=120).stdout
 
@@ -72,7 +72,7 @@ def test_unknown_phonemes_are_refused(bad):
 # --- normalisation
 
 def by_the_metric(text):
-    "The competition's normalisation, written out anew."
+    "The competition's normalisation, reimplemented."
     kept = ''.join(c for c in text if c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ -'")
     return ' '.join(kept.replace('- ', ' ').lower().replace('--', '').replace(" '", "'").split())
 
@@ -90,7 +90,7 @@ def test_written_text_becomes_words(text):
     assert normalize_sentence(text) == by_the_metric(text if text.isascii() else to_ascii(text))
 
 
-PLAIN_FORMS = { # What a word processor, a web page or a language model writes for each character
+PLAIN_FORMS = { # Characters as word processors, web pages or language models write them
     "'": '’‘ʼ′´‛ʻ＇\x92', '-': '\u2010\u2011－', ' ': '\u00a0\u2009\u202f\u3000\u2028', 'e': 'éèêëｅēẽ\U0001d41e',
     'o': 'öóøȯ', 'A': 'ÀÅＡĂ', 'c': 'çćĉ',
 }
@@ -156,7 +156,7 @@ def test_every_word_gets_its_phonemes_and_one_separator(text):
 def test_a_sentence_pronounces_words_as_the_lexicon_does():
     for w, prons in build_lexicon(WORDS).items():
         assert prons[0] and all(set(p) <= set(ARPABET) for p in prons) and len(prons) == len(set(map(tuple, prons)))
-        for sentence in (f'{w} it', f'{w}', f'{w} the'): # Before which it is a verb, or not
+        for sentence in (f'{w} it', f'{w}', f'{w} the'): # Words before which it is a verb, or not
             assert sentence_to_phonemes(sentence)[:sentence_to_phonemes(sentence).index('SIL')] in prons, sentence
 
 
@@ -206,7 +206,7 @@ def test_ngram_probabilities_sum_to_one():
     everything = np.arange(1, len(speller.graphones) + 2) # The end and all graphones
     rng = np.random.default_rng(0)
     history = rng.choice(everything, (40, speller.order - 1))
-    history[::2, :2] = 0 # Near a word's start
+    history[::2, :2] = 0 # Near the start of a word
     history[::4, 2] = 1
     probs = np.exp(ph._ngram_log_probs(speller.tables, len(everything), history, everything))
     np.testing.assert_allclose(probs.sum(1), 1, rtol=1e-6)
