@@ -559,7 +559,7 @@ def test_a_refit_and_an_average_with_weights(finished, tmp_path, here):
 
 def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
     """A system that is right on val is trusted on test. Finished stages are kept, and changed inputs are combined
-    again. If there is no val to learn from, all systems have one vote."""
+    again. Without val, all systems have one vote."""
     run, _, _ = finished
     work = run.parent.parent/'data'
     shutil.copytree(run, tmp_path/'two')

@@ -1,5 +1,5 @@
-"""The PyTorch model against a plain implementation of the published formulas, and checkpoints against hostile and
-damaged files."""
+"""The PyTorch model agrees with a plain implementation of the published formulas; hostile and damaged checkpoints are
+refused."""
 
 import os
 import pickle
@@ -32,8 +32,8 @@ from b2t_kaggle.training.checkpoints import CheckpointError
 
 
 class Plain(nn.Module):
-    """The baseline as its paper describes it: lists of day parameters, one trial's patches after the other,
-    PyTorch's own GRU."""
+    """The baseline as its paper describes it: lists of day parameters, patches of one trial after another, PyTorch's
+    own GRU."""
 
     def __init__(self, F, H, D, K, L, size, stride):
         super().__init__()
@@ -79,7 +79,7 @@ def test_official_weights_give_the_logits_of_the_formulas(prefix):
     with torch.no_grad(): ours, theirs = model(x, day), plain(x, day)
     assert ours.shape == (4, n_frames(90, 14, 4), 41)
     assert (ours - theirs).abs().max() < 1e-5
-    assert theirs.std() > 0.05  # not all the same
+    assert theirs.std() > 0.05  # The logits vary
 
 
 @settings(max_examples=25, deadline=None)
@@ -93,7 +93,7 @@ def test_official_weights_give_the_logits_of_the_formulas(prefix):
     seed=st.integers(0, 99),
 )
 def test_logits_and_gradients_for_any_shape(F, H, L, stride, more, extra, seed):
-    "Packed trials of different length against the plain model, trial by trial."
+    "Packed trials of different lengths agree with the plain model, trial by trial."
     size = stride + more
     D = 3
     sizes = (F, H, D, 4, L, size, stride)
@@ -130,7 +130,7 @@ def test_gru_equals_pytorch_within_its_precision(dtype):
 
 
 def test_autocast_changes_the_loss_little():
-    "bfloat16 training must follow float32: gradients point the same way."
+    "Training in bfloat16 must follow float32: gradients have nearly the same direction."
     torch.manual_seed(0)
     model = GRUDecoder(64, 256, 2, 41, n_layers=2, patch_size=14, patch_stride=4)
     x = torch.randn(6, 100, 64)
@@ -145,8 +145,8 @@ def test_autocast_changes_the_loss_little():
 
 
 def official_folder(folder, cfg, model, **more):
-    """As the official trainer leaves it: NumPy scalars and an optimiser's state beside the weights, file locations
-    in args.yaml."""
+    """A folder as the official trainer writes it: NumPy scalars and the optimiser's state next to the weights, file
+    locations in args.yaml."""
     out = folder/'checkpoint'
     out.mkdir(parents=True)
     state = {f'_orig_mod.{k}': v for k, v in to_official_state(model.state_dict()).items()}
@@ -192,7 +192,7 @@ def test_official_folder_loads_and_is_written_back(small, tmp_path):
     back = save_official(loaded, c, tmp_path/'back', val_per=0.1)
     plain = Plain(8, 6, 2, 41, 2, 14, 4)
     written = torch.load(back / 'best_checkpoint', weights_only=True)
-    # Names and shapes as there: the evaluation takes the prefix off that the compiled model of the trainer has
+    # The official names and shapes: the evaluation removes the prefix that the trainer's compiled model adds
     plain.load_state_dict({k.replace('_orig_mod.', ''): v for k, v in written['model_state_dict'].items()})
     x = torch.randn(2, 40, 8)
     day = torch.tensor([1, 0])
@@ -202,7 +202,7 @@ def test_official_folder_loads_and_is_written_back(small, tmp_path):
 
 
 class Touch:
-    "What a hostile pickle does: run a command when it is loaded."
+    "A hostile pickle, which runs a command when it is loaded."
     def __init__(self, path): self.path = path
     def __reduce__(self): return os.system, (f'touch {self.path}',)
 
@@ -213,7 +213,7 @@ def test_a_hostile_file_does_not_run(small, tmp_path):
     with pytest.raises(CheckpointError, match='more than weights'): load_model(tmp_path/'theirs')
     (tmp_path/'plain.pt').write_bytes(pickle.dumps(Touch(tmp_path/'pwned')))
     with pytest.raises(CheckpointError): load_file(tmp_path/'plain.pt')
-    # an array of objects carries a pickle of its own
+    # An array of objects contains a pickle
     torch.save(dict(x=np.array([Touch(tmp_path/'pwned')], dtype=object)), tmp_path/'array.pt')
     with pytest.raises(CheckpointError): load_file(tmp_path/'array.pt')
     assert not (tmp_path/'pwned').exists()
@@ -252,7 +252,7 @@ def test_official_weights_load_into_a_part_of_another_model(prefix):
     }
     keys = list(state)
     whole.load_state_dict(state)
-    assert list(state) == keys                                              # the caller's is left alone
+    assert list(state) == keys                                              # The caller's dictionary is not changed
     for k, v in from_official_state(plain.state_dict()).items(): assert torch.equal(whole['decoder'].state_dict()[k], v)
 
 
@@ -295,7 +295,7 @@ def test_a_configuration_that_cannot_be_used_names_its_fields(small, tmp_path, c
 
 
 def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
-    "A living process's is left alone, a dead one's removed, and each process has its own name."
+    "Files of a living process are kept, those of a dead process are removed, and each process has its own name."
     dead = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)
     stale, others = (tmp_path/f'.a.pt.{_owner(pid)}.tmp.pt' for pid in (dead.pid, os.getppid()))
     dead.communicate()
@@ -313,4 +313,4 @@ def test_a_compiler_meets_no_break_but_the_gru():
     with torch.device('meta'):
         model = GRUDecoder(8, 6, 3, 41, n_layers=2, patch_size=4, patch_stride=2).eval()
         found = torch._dynamo.explain(model.forward)(torch.empty(2, 20, 8), torch.empty(2, dtype=torch.long))
-    assert found.graph_count <= 2  # what comes before the GRU, which is not PyTorch's to trace, and what comes after
+    assert found.graph_count <= 2  # Before and after the GRU, which is not PyTorch's to trace

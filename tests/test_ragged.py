@@ -1,4 +1,4 @@
-"Ragged files under pressure: any arrays, any chunking, killed writers, cut and foreign files."
+"Ragged files under stress: any arrays, any chunking, killed writers, cut and foreign files."
 import os
 import pickle
 import signal
@@ -60,7 +60,7 @@ def test_any_item_is_found_in_constant_time(tmp_path):
         r = write_ragged(tmp_path/str(n), (np.zeros((2, 3), 'float32') for _ in range(n)))
         best = np.inf
         for _ in range(5):
-            start = time.thread_time() # What others on this machine take does not count
+            start = time.thread_time() # Time of other processes does not count
             for i in range(0, n, n//200): r[i]
             best = min(best, time.thread_time() - start)
         return best/len(range(0, n, n//200))
@@ -89,7 +89,7 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(good, tmp_path):
 
 
 def test_damage_does_not_kill_the_process(good, tmp_path):
-    "Offsets that point out of the file would; the values themselves carry no check."
+    "Offsets outside the file would kill it; values have no checksum."
     code = '''if True:
         import random, sys
         from pathlib import Path
@@ -126,7 +126,7 @@ def test_errors_say_what_is_wrong(good, tmp_path):
 def test_overflow_is_an_error_and_rounding_is_not(tmp_path, value):
     with pytest.raises(RaggedError, match='array 0 has the value .*, beyond float16'):
         with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([1, value]))
-    # An infinity that was one already is kept
+    # An infinity in the input is kept
     with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([65519.9, 1e-30, np.inf, np.nan]))
     assert np.array_equal(Ragged(tmp_path/'x')[0], np.array([65504, 0, np.inf, np.nan], 'float16'), equal_nan=True)
 

@@ -1,4 +1,4 @@
-"Stamps: which files they know, and that older ones stay good."
+"Stamps: which files they record, and that older stamps stay valid."
 import hashlib
 import os
 import subprocess
@@ -20,7 +20,7 @@ from b2t_kaggle.pipeline.stamps import StageRun
 
 
 def blocks_mark(path):
-    "Mark of a file among very large ones: its size, and a hash of 16 blocks of 64 KiB."
+    "The older fingerprint of a large file: its size, and a hash of 16 blocks of 64 KiB."
     data = path.read_bytes()
     starts = [i*(len(data) - (1 << 16))//15 for i in range(16)]
     seen = b''.join(data[s:s + (1 << 16)] for s in starts) if len(data) > 1 << 20 else data
@@ -29,7 +29,7 @@ def blocks_mark(path):
 
 @pytest.fixture
 def files(tmp_path):
-    "A language model, a checkpoint and a recording, each of more than a mebibyte, by the value that names them."
+    "A language model, a checkpoint and a recording of more than a mebibyte each, by the key that names them."
     paths = {'lm.path': tmp_path/'lm.arpa', 'train.init_checkpoint_path': tmp_path/'first'/'best.pt',
              'data.dataset_dir': tmp_path/'data'/'t15.2023.08.11'/'data_train.hdf5'}
     for i, path in enumerate(paths.values()):
@@ -44,7 +44,7 @@ def run_of(files, tmp_path, **more):
 
 
 def do_all(run):
-    "Each stage, which writes a file of more than a mebibyte."
+    "Execute each stage; each writes a file of more than a mebibyte."
     for name in plan(run.cfg):
         stage = StageRun(run, name).begin()
         out = stage.home/f'{"packed-" if stage.home == run.work else ""}{name}'/'best.pt'
@@ -57,7 +57,7 @@ def statuses(run): return {name: StageRun(run, name).status() for name in plan(r
 
 
 def change_byte(path, at):
-    "Another byte; size and time of change stay."
+    "Change a byte without changing size or modification time."
     state = os.stat(path)
     with open(path, 'r+b') as f:
         f.seek(at)
@@ -70,7 +70,7 @@ def change_byte(path, at):
 @pytest.mark.parametrize('key, stage', [('lm.path', 'lm'), ('train.init_checkpoint_path', 'train'),
                                         ('data.dataset_dir', 'check')])
 def test_each_byte_of_a_large_file_counts(key, stage, files, tmp_path):
-    "A byte between those blocks, in a file whose size and time of change stay as they were."
+    "A byte outside those blocks is changed; the file's size and modification time are not."
     do_all(run_of(files, tmp_path))
     assert set(statuses(run_of(files, tmp_path)).values()) == {'done'}
     before = blocks_mark(files[key])
@@ -100,7 +100,8 @@ def test_a_folder_in_place_of_an_output(files, tmp_path):
 
 @pytest.mark.parametrize('damage', ['gone', 'a byte'])
 def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
-    "Outputs that are not as written are removed when their stage begins; other files stay, a trainer's own, too."
+    """Outputs that differ from the recorded ones are removed when their stage starts, except a trainer's; other files
+    stay."""
     run = run_of(files, tmp_path)
     do_all(run)
     for name in 'pack', 'infer', 'train':
@@ -120,7 +121,7 @@ def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
         assert StageRun(run, name).status() == 'done'
 
 
-# Stages that take no time, but for one that waits for a file; each notes the beam that its kernel would search with
+# Stages without work, one of which waits for a file; each logs the beam that its kernel would use
 WORKS = """
 import sys, time
 from pathlib import Path
@@ -153,8 +154,8 @@ def wait_for(condition):
 
 
 def test_two_starts_in_one_folder(tmp_path):
-    """The first computes with its own values to its end, also if somebody writes others into the folder; a second
-    one is refused and leaves no trace."""
+    """The first run finishes with its own values even if others are written into the folder; a second run is refused
+    and leaves no trace."""
     seen = tmp_path/'seen'
     first = works(tmp_path, 7)
     wait_for(lambda: seen.exists() and 'lm' in seen.read_text())
@@ -169,11 +170,11 @@ def test_two_starts_in_one_folder(tmp_path):
     assert seen.read_text() == ''.join(f'7 {name} 7\n' for name in stages)
     assert StageRun(Run(tmp_path/'run', tmp_path/'work'), 'decode').stamp['inputs']['values']['decode.beam'] == 7
     assert Run(tmp_path/'run', tmp_path/'work').cfg.decode.beam == 7
-    assert works(tmp_path, 8).wait() == 0 and seen.read_text().endswith('8 decode 8\n') # Afterwards
+    assert works(tmp_path, 8).wait() == 0 and seen.read_text().endswith('8 decode 8\n') # The first run is over
 
 
 def test_a_configuration_that_comes_between(tmp_path, monkeypatch):
-    "Somebody edits `config.yaml` between the announcement of a stage and its kernel's reading: no result counts."
+    "If `config.yaml` changes after a stage is announced and before its kernel reads it, the result does not count."
     def execute(run, name):
         overrides = run.unsaved()
         path = run.dir/'config.yaml'

@@ -1,4 +1,4 @@
-"The list of an environment's packages (tools/sbom.py), compared with pip's own."
+"The list of an environment's packages (tools/sbom.py) agrees with pip's own."
 import json
 import re
 import subprocess
@@ -17,14 +17,14 @@ def run(*command): return json.loads(subprocess.run(command, capture_output=True
 
 
 def locked(name):
-    "The hash of one archive of a package that lock.txt has."
+    "Hash of one of a package's archives in lock.txt."
     return re.search(rf'^{name}==.*\n +--hash=sha256:(\w+)', (TOOL.parent.parent/'lock.txt').read_text(), re.M)[1]
 
 
 @pytest.fixture(scope='module')
 def bill(tmp_path_factory):
-    """Of this environment, in which pip is said to have installed itself from one archive, and from a folder, and NumPy
-    from an archive that is locked."""
+    """The list for this environment, after simulated installations of pip from an archive and from a folder, and of
+    NumPy from a locked archive."""
     folder = tmp_path_factory.mktemp('env')
     version = __import__('pip').__version__
     items = [dict(metadata=dict(name='Pip', version=version), download_info=info)

@@ -1,6 +1,5 @@
-"""ScaledAdam and Eden: icefall's numbers over 60 steps, a restatement of the formulas parameter by parameter in
-float64, and runs that train with them: exact after SIGKILL, and through an overflow. In parts and in two processes they
-are trained in test_cr_ctc.py."""
+"""ScaledAdam and Eden: icefall's numbers over 60 steps, the formulas in float64 parameter by parameter, and runs that
+are exact after SIGKILL and an overflow. test_cr_ctc.py trains with them in parts and in two processes."""
 import json
 import math
 from pathlib import Path
@@ -32,7 +31,7 @@ def reference():
 
 
 class Oracle:
-    "The formulas, one parameter after the other and in float64; lists, branches and counters of the host."
+    "The formulas in float64, one parameter after another, with lists, branches and counters on the host."
     def __init__(self, groups, settings):
         self.groups = groups # Lists of (parameter, gradients by step or None)
         self.set = DEFAULTS | settings
@@ -97,7 +96,7 @@ class Oracle:
 
 
 def record_factors(monkeypatch):
-    "What `ScaledAdam` multiplies gradients by, a list that grows with every group and step."
+    "Record the factors by which `ScaledAdam` multiplies gradients, in a list that grows with every group and step."
     factors = []
     real = scaled_adam.clip_factor
     def clip_factor(*args):
@@ -113,7 +112,7 @@ def record_factors(monkeypatch):
     dict(scalar_max=1.02, param_max_rms=1.1, param_min_rms=.3, lr=.3, scalar_lr_scale=.4),
 ])
 def test_the_formulas_parameter_by_parameter_in_float64(settings, monkeypatch):
-    "Two groups with rates of their own, shapes that repeat, a parameter without a gradient, spikes, and a zero."
+    "Two groups with separate learning rates, repeated shapes, a parameter without a gradient, spikes, and a zero."
     rng = np.random.default_rng(0)
     shapes = [[(), (3, 4), (3, 4), (7,)], [(1,), (3, 4), (7,), (2, 3, 5)]]
     groups = [[np.asarray(rng.standard_normal(s)) for s in g] for g in shapes]
@@ -126,7 +125,7 @@ def test_the_formulas_parameter_by_parameter_in_float64(settings, monkeypatch):
     for n in range(60):
         spike = 50. if n in (12, 13, 33, 47) else 0. if n == 38 else 1.
         grads = [[spike * rng.standard_normal(s) for s in g] for g in shapes]
-        grads[0][0] = -abs(grads[0][0]) # a scalar that grows
+        grads[0][0] = -abs(grads[0][0]) # A scalar that grows
         grads[0][3] = np.zeros(7)
         for p, g in zip(sum(params, []), sum(grads, [])): p.grad = torch.tensor(g)
         params[0][3].grad = None
@@ -142,7 +141,7 @@ def test_the_formulas_parameter_by_parameter_in_float64(settings, monkeypatch):
 
 @pytest.mark.parametrize('case', CASES)
 def test_sixty_steps_are_icefalls(case, reference, monkeypatch):
-    "Every parameter to 1e-5 of its largest element at seven steps, each rate, and each factor of the clipping."
+    "Parameters at seven steps, to 1e-5 of their largest element; all learning rates and clipping factors."
     setting = json.loads(str(reference['cases']))[case]
     names = [k.removeprefix('init.') for k in reference if k.startswith('init.')]
     params = {k: torch.nn.Parameter(torch.tensor(reference[f'init.{k}'])) for k in names}
@@ -165,7 +164,7 @@ def test_sixty_steps_are_icefalls(case, reference, monkeypatch):
         optimizer.step()
         if setting['optimizer'].get('clipping_scale'):
             factors = [f.item() for f in found[-len(rates):]]
-            assert factors == pytest.approx(reference[f'{case}.clip'][n - 1].tolist(), abs=6e-5), n # four digits
+            assert factors == pytest.approx(reference[f'{case}.clip'][n - 1].tolist(), abs=6e-5), n # Four digits
         for k, p in params.items():
             expected = reference.get(f'{case}.step{n:02}.{k}')
             if expected is None: continue
@@ -222,7 +221,7 @@ def take(t, n): return [t.train_step(*t.loader(i)) for i in range(t.step, t.step
 
 
 def assert_same_state(a, b):
-    "Weights and optimiser of two checkpoints, to the last bit."
+    "Check that weights and optimiser of two checkpoints are bitwise equal."
     for k, v in a['model_state_dict'].items(): assert torch.equal(v, b['model_state_dict'][k]), k
     assert a['optimizer_state_dict'].keys() == b['optimizer_state_dict'].keys()
     for name, state in a['optimizer_state_dict'].items():
@@ -230,7 +229,7 @@ def assert_same_state(a, b):
 
 
 def test_it_learns(stores):
-    "A toy is overfitted; evaluated on the training trials themselves."
+    "A toy is overfitted, and evaluated on the training trials themselves."
     sizes = dict(n_units=48, n_layers=1, rnn_dropout=0, smooth_data=False, lr_max=.08)
     t = trainer([stores[0], stores[0]], **sizes)
     take(t, 60)
@@ -254,7 +253,7 @@ def test_a_batch_without_a_day_leaves_its_row_and_state(stores):
 
 
 def test_clipping_is_its_own(stores):
-    "`grad_norm_clip_value` is not asked."
+    "`grad_norm_clip_value` has no effect."
     weights = []
     for largest in (1e-6, 0):
         t = trainer(stores, grad_norm_clip_value=largest)
@@ -278,7 +277,8 @@ def test_an_overflow_in_float16_leaves_everything(stores):
 
 
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(stores, tmp_path):
-    "SIGKILL after the first checkpoint; ScaledAdam, Eden2, CR-CTC, masks, noise and dropout, bit for bit."
+    """SIGKILL after the first checkpoint: with ScaledAdam, Eden2, CR-CTC, masks, noise and dropout, weights are bitwise
+    equal."""
     cfg = config(**RECIPE, precision='float32', num_training_batches=40)
     kill_training(stores, tmp_path/'cut', steps=20, **RECIPE, precision='float32', num_training_batches=40)
     step = load_file(tmp_path/'cut'/'last.pt')['step']

@@ -1,7 +1,8 @@
-"""The small parts of a Zipformer against figures that icefall's own modules gave, and what a training asks of them.
+"""The small parts of a Zipformer agree with results of icefall's own modules, and meet the requirements of training.
 
-The figures lie beside the repository, `../shared/zipformer/scaling.npz`. Formulas and brute force are in the
-notebooks."""
+The results are in `../shared/zipformer/scaling.npz`, beside the repository. Formulas and brute force are tested in the
+notebooks.
+"""
 import copy
 import json
 import random
@@ -38,12 +39,12 @@ ARRAYS = dict(np.load(PATH)) if PATH.exists() else {}
 CASES = json.loads(str(ARRAYS.pop('cases'))) if ARRAYS else {}
 needs_figures = pytest.mark.skipif(not ARRAYS, reason='../shared/zipformer/scaling.npz is not beside the repository')
 
-# What is compared here, and what the encoder's own tests compare
+# Units that are compared here, and those that the encoder's tests compare
 UNITS = {'swoosh', 'bias_norm', 'balancer', 'whiten', 'scheduled_float', 'softmax',
          'penalize_abs_values_gt', 'limit_param_value', 'convert_num_channels', 'dropout3', 'scale_grad',
          'activation_dropout_and_linear'}
 OF_THE_ENCODER = {'downsample', 'bypass', 'pos_encoding', 'attention_weights', 'chunk_conv', 'feature_mask'}
-OF_THE_FIRST_ZIPFORMER = {'double_swish'}  # Which the kit does not have
+OF_THE_FIRST_ZIPFORMER = {'double_swish'}  # Not part of the kit
 
 
 def names(unit):
@@ -52,14 +53,14 @@ def names(unit):
 
 
 def arrays(case):
-    "The arrays of a case by their last name."
+    "The arrays of a case by the last part of their name."
     start = case + '.'
     found = {name.removeprefix(start): a for name, a in ARRAYS.items() if name.startswith(start)}
     return {name: torch.from_numpy(np.array(a)) for name, a in found.items() if '.' not in name}
 
 
 def assert_near(found, want, largest=1e-5):
-    "Relative to the largest value."
+    "Compare relative to the largest value."
     assert found.shape == want.shape
     assert (found - want).abs().max() <= largest * want.abs().max()
 
@@ -72,7 +73,7 @@ def forward_backward(f, x, grad, *parameters):
 
 
 def edited(f, a):
-    "The gradient that a function which returns its input makes of the case's."
+    "The edited gradient, by a function that returns its input unchanged."
     y, d_x = forward_backward(f, a['x'], a['y_grad'])
     assert torch.equal(y, a['x'])
     return d_x
@@ -80,7 +81,7 @@ def edited(f, a):
 
 @pytest.fixture
 def noise(monkeypatch):
-    "Puts given numbers in place of those that PyTorch draws next, and asks for their shape."
+    "A function that replaces PyTorch's next random numbers by given ones, and checks the requested shape."
     def install(numbers):
         def draw(shape, **kw):
             assert tuple(shape) == tuple(numbers.shape)
@@ -92,7 +93,7 @@ def noise(monkeypatch):
 
 @pytest.fixture
 def always(monkeypatch):
-    "Every draw is 0: what acts with a probability acts."
+    "Random numbers are 0, so that everything with a probability is applied."
     monkeypatch.setattr(torch, 'rand', lambda *shape, **kw: torch.zeros(()))
 
 
@@ -137,7 +138,7 @@ def test_balancer(case):
     balancer = Balancer(24, -1 if layout == 'last' else 1, **args, prob=1.)
     assert_near(edited(balancer, a), a['x_grad'])
     change, expected = edited(balancer, a) - a['y_grad'], a['x_grad'] - a['y_grad']
-    assert_near(change, expected, 2e-5)  # it is a small part of the gradient, which is rounded
+    assert_near(change, expected, 2e-5)  # It is a small part of the gradient, which is rounded
     assert balancer.eval() and torch.equal(edited(balancer, a), edited(balancer.train(), a))
 
 
@@ -235,7 +236,7 @@ def test_dropout3(noise):
 
 
 def split_case(case):
-    "Activation, whether there is a bias, rate of dropout, dimension that shares the mask."
+    "Activation, whether there is a bias, dropout rate, and the dimension that shares the mask."
     activation, bias, rest = case.split('.', 2)
     p, shared = rest.removeprefix('p').split('.shared_')
     return activation, bias == 'bias', float(p), None if shared == 'None' else int(shared)
@@ -256,10 +257,10 @@ def test_activation_dropout_and_linear(case, noise):
     assert_near(layer.eval()(a['x']).detach(), a['y_eval'])
 
 
-# What a training asks of them
+# Requirements of training
 
 def layer(prob=None):
-    "Everything that draws, in a row."
+    "All random modules in sequence."
     parts = [nn.Linear(6, 12), Balancer(12, -1, min_abs=1., max_abs=1.5, prob=prob), SwooshR(),
              Whiten(1, 1., (.025, .25), .02), ActivationDropoutAndLinear(12, 6, dropout_p=.1, dropout_shared_dim=0),
              Dropout3(ScheduledFloat((0, .3), (100, .1)), 0), Whiten(2, 2.3, (.025, .25), .02), BiasNorm(6)]
@@ -267,7 +268,7 @@ def layer(prob=None):
 
 
 def inputs(seed):
-    "Channels of different size, so that the second Whiten is above its limit now and then."
+    "Channels of different scale, so that the second Whiten sometimes exceeds its limit."
     g = torch.Generator().manual_seed(seed)
     return torch.randn(20, 3, 6, generator=g) * torch.rand(6, generator=g).square()
 
@@ -329,7 +330,8 @@ def test_copies_do_not_share_their_state(model):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_autocast(dtype, always):
-    "Statistics in float32: values whose squares are beyond float16 give the gradients of float32 but for rounding."
+    """Statistics are in float32: for values whose squares exceed float16, gradients equal those of float32 up to
+    rounding."""
     torch.manual_seed(0)
     parts = nn.Sequential(Balancer(12, -1, max_abs=100., prob=1.), Whiten(2, 1.1, (.5, 1.), .02),
                           ActivationDropoutAndLinear(12, 6), BiasNorm(6))
@@ -344,7 +346,7 @@ def test_autocast(dtype, always):
 
 
 def test_activations_keep_what_they_say():
-    "In 16 bits, too."
+    "Also in 16 bits."
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         x = torch.randn(30, 10, dtype=dtype, requires_grad=True)
         assert stored_bytes(SwooshL(), x) == 300 * size

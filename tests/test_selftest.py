@@ -1,4 +1,4 @@
-"The smoke test of an accelerator passes on the processor, and finds what is broken there on purpose."
+"The smoke test of an accelerator passes on the CPU, and detects deliberate faults."
 import json
 from contextlib import contextmanager
 
@@ -24,7 +24,7 @@ def failing(check, bench):
 
 
 def test_products_that_are_off_are_found(bench, monkeypatch):
-    "A device whose linear layers are off by a thousandth, in both directions."
+    "The linear layers of a device are wrong by a thousandth, forwards and backwards."
     linear = F.linear
 
     class Off(SingleDevice):
@@ -46,7 +46,7 @@ def test_a_loss_that_is_off_is_found(bench, monkeypatch):
 
 
 def test_an_optimiser_that_forgets_is_found(bench, monkeypatch):
-    "The state of the optimiser is not read from the checkpoint."
+    "The optimiser's state is not read from the checkpoint."
     monkeypatch.setattr(RunOptimizer, 'load_state_dict', lambda self, state: None)
     assert failing(selftest.resume, bench) == ['resumed: weights']
 

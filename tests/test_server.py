@@ -1,4 +1,4 @@
-"The server against a real Redis: the official protocol word by word, and everything that may go wrong on the way."
+"The server with a real Redis: the official protocol in every detail, and all kinds of failures."
 import json
 import logging
 import shutil
@@ -50,16 +50,16 @@ TEXT = [
     'it is good to see you',
     'i see',
 ]
-LIMIT = 60 # Seconds that something takes at most on a busy machine
+LIMIT = 60 # Longest wait on a busy machine, in seconds
 FURTHER = {b'words'} # Fields that the official script does not read
-# All that a user of the server needs, as the notebook says
+# All that a user of the server needs, according to the notebook
 COMMANDS = '+time +exists +get +xread +xadd +xrevrange +client|setname +client|list'
 
 
 class Redis:
-    "A redis-server of our own in a temporary folder."
+    "A separate redis-server in a temporary folder."
     def __init__(self, folder, *options, tls=False):
-        self.reserved = socket.socket() # Bound as well, so that the port goes to nobody else while Redis is down
+        self.reserved = socket.socket() # Also bound, so that no other process is given the port while Redis is down
         self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.reserved.bind(('127.0.0.1', 0))
         self.port = self.reserved.getsockname()[1]
@@ -82,21 +82,21 @@ class Redis:
     def start(self): self.process = subprocess.Popen(tied(self.command), stdout=subprocess.DEVNULL)
 
     def stop(self, kill=True):
-        # Redis saves before it goes, if it is configured to save at all
+        # Redis saves before it ends, if it is configured to save at all
         self.process.kill() if kill else self.process.terminate()
         self.process.wait()
 
     def client(self, **options):
-        "As the official client connects; with a limit, so that a test cannot hang."
+        "A connection like the official client's, with a timeout so that a test cannot hang."
         return redis.Redis('127.0.0.1', self.port, socket_timeout=2*LIMIT, **options)
 
 
 @pytest.fixture(scope='module')
 def decoder(tmp_path_factory):
     path = build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2)
-    lm = (NGram if find_spec('kenlm') else Automaton).load(path) # KenLM's scores, where it can be had, are not our code
+    lm = (NGram if find_spec('kenlm') else Automaton).load(path) # KenLM's scores, if available, are not our code
     decoder = LexiconBeamDecoder(LEXICON, lm, nbest=5)
-    stream = Stream(decoder) # Compiled before anybody waits
+    stream = Stream(decoder) # Compile before any client waits
     stream.push(log_softmax(np.zeros((9, 41))))
     stream.partial()
     stream.finish()
@@ -112,7 +112,7 @@ def plain(tmp_path_factory):
 
 
 def wait_for(condition, seconds=LIMIT):
-    "Until something holds; Redis may not be there yet."
+    "Wait until a condition holds; Redis may not have started yet."
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -124,7 +124,7 @@ def wait_for(condition, seconds=LIMIT):
 
 @contextmanager
 def serving(decoder, where, clients=None, **options):
-    "A server in a thread; yields what its client needs, and raises what the server raised."
+    "Run a server in a thread; yields a client's connection, and raises the server's exception."
     stop = threading.Event()
     failure = []
     def run():
@@ -147,7 +147,7 @@ def serving(decoder, where, clients=None, **options):
 
 
 def stopped_after(seconds):
-    "An event that ends a server which should not have begun."
+    "An event that stops a server which was started by mistake."
     stop = threading.Event()
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True
@@ -156,7 +156,7 @@ def stopped_after(seconds):
 
 
 class OfficialClient:
-    "Speaks as the kit's evaluation script does: the same commands in the same order, and it waits in the same way."
+    "Sends the same commands in the same order as the kit's evaluation script, and waits in the same way."
     def __init__(self, r, flush=True):
         self.r = r
         if flush: r.flushall()
@@ -189,8 +189,8 @@ class OfficialClient:
         return self.wait('remote_lm_output_final')
 
     def trial(self, logits):
-        """A trial as the kit's script sends it: everything at once. Returns the final fields and the candidates,
-        read as the script reads them."""
+        """Send a trial like the kit's script, all frames at once. Returns the final fields, and the candidates as the
+        script reads them."""
         assert self.reset() == {b'done': b'1'}
         assert set(self.send(logits)) - FURTHER == {b'lm_response_partial'}
         fields = self.finalize()
@@ -199,7 +199,7 @@ class OfficialClient:
 
 
 def candidates(fields):
-    "Sentence, acoustic, n-gram, LLM and total of each candidate, by total."
+    "Sentence, acoustic, n-gram, LLM and total score of each candidate, sorted by total."
     parts = fields[b'scoring'].decode().split(';')
     rows = list(zip(parts[::5], *(map(float, parts[i::5]) for i in range(1, 5)), strict=True))
     return sorted(rows, key=lambda row: -row[4])
@@ -228,8 +228,8 @@ def same(found, expected):
 
 
 def test_official_evaluation(decoder, plain):
-    """Trial after trial as the kit's script sends them: what comes back is the offline n-best; nothing but the
-    client's own flush deletes anything."""
+    """Trials are sent as by the kit's script, one after another. The answers are the offline n-best, and only the
+    client's own flush deletes data."""
     with serving(decoder, plain) as r:
         r.config_resetstat()
         client = OfficialClient(r)
@@ -245,7 +245,7 @@ def test_official_evaluation(decoder, plain):
             ('reset', 'done_resetting'),
             ('input', 'output_partial'),
             ('finalize', 'output_final'),
-        ):  # Or else the client may miss it: it counts in whole milliseconds
+        ):  # Otherwise the client, which counts in whole milliseconds, may miss it
             for (a, _), (b, _) in zip(r.xrange(f'remote_lm_{asked}'), r.xrange(f'remote_lm_{answered}'), strict=True):
                 assert server.entry_id(b)[0] > server.entry_id(a)[0]
         (_, args), = r.xrange('remote_lm_args')
@@ -256,7 +256,7 @@ def test_official_evaluation(decoder, plain):
 
 
 def test_frame_by_frame(decoder, plain):
-    "A partial answer after every entry, whatever its length, and in the end the same as all at once."
+    "Each entry of any length gets a partial answer, and the final answer equals that of the whole trial."
     logits = logits_of('it is good to see you', 3)
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
@@ -273,8 +273,8 @@ def test_frame_by_frame(decoder, plain):
 
 
 def test_words_with_times(decoder, plain):
-    """Answers have words with times and confidences beside the official fields, which are as without them; after an
-    LLM they are those of the sentence that it prefers."""
+    """Next to the official fields, which do not change, answers have words with times and confidences. After an LLM,
+    these are the words of the sentence that it prefers."""
     timed = decoder.with_options(frame_ms=80., frame_offset_ms=100.)
     logits = logits_of('i am here', 4, sharp=4)
     log_probs = log_softmax(logits)
@@ -312,11 +312,11 @@ def test_words_with_times(decoder, plain):
 
 
 def test_logits_that_nobody_waits_for(decoder, plain):
-    "A client may write a whole trial before it reads an answer: the finalize does not overtake the logits."
+    "A client may write a whole trial before it reads an answer; the finalize does not overtake the logits."
     logits = logits_of('how is it there', 5)
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
-        with r.pipeline(transaction=True) as p: # In one go, so within a millisecond or two
+        with r.pipeline(transaction=True) as p: # In one transaction, so within a millisecond or two
             p.xadd('remote_lm_reset', {'done': 0})
             for row in to_lm_order(logits): p.xadd('remote_lm_input', {'logits': row.tobytes()})
             p.xadd('remote_lm_finalize', {'done': 0})
@@ -326,8 +326,8 @@ def test_logits_that_nobody_waits_for(decoder, plain):
 
 
 def test_parameters(decoder, plain, caplog):
-    """As the script may update them between reset and logits; those that come in the middle of a trial wait for the
-    next."""
+    """Parameters are updated between reset and logits, like the script does; updates within a trial apply to the next
+    trial."""
     logits = logits_of('you are here', 1, sharp=4)
     other = LexiconBeamDecoder(LEXICON, decoder.lm, acoustic_scale=0.35, blank_penalty=90.0, nbest=3)
     with serving(decoder, plain) as r:
@@ -339,7 +339,7 @@ def test_parameters(decoder, plain, caplog):
         assert r.xrevrange('remote_lm_args', count=1)[0][1][b'blank_penalty'] == b'90.0'
         client.update(
             **{k.decode(): v for k, v in r.xrevrange('remote_lm_args', count=1)[0][1].items()}
-        )  # All that is shown may be sent back
+        )  # All values shown by the server may be sent back
         client.send(logits[:10])
         client.update(acoustic_scale=0.8, blank_penalty=1.0, nbest=5)
         client.send(logits[10:])
@@ -367,8 +367,8 @@ def test_parameters(decoder, plain, caplog):
 
 
 def test_llm(decoder, plain):
-    """The official mixture, with the context that the key holds; α and the LLM itself may be changed; a failure is
-    said and the n-gram answers."""
+    """The official mixture, with the context from the key; α and the use of the LLM may be changed. After a failure,
+    the answer reports it and contains the n-gram's result."""
     asked = []
     def rescore(hyps, context):
         asked.append(context)
@@ -403,8 +403,8 @@ def test_llm(decoder, plain):
 
 
 def test_a_causal_language_model(decoder, plain, tmp_path):
-    """A tiny one of transformers, in the way in which `b2t serve` uses a large one: its scores are those of
-    `score_sentences` behind the context."""
+    """A tiny model of transformers is used as `b2t serve` uses a large one; its scores equal those of `score_sentences`
+    after the context."""
     pytest.importorskip('transformers', reason='transformers is not installed; pip install b2t_kaggle[llm]')
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'gpt2', TEXT))
     logits = logits_of('it is good to see you', 1, sharp=4)
@@ -427,7 +427,7 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
 
 
 def test_exchanged_words(decoder, plain):
-    "How many candidates exchange words, and what that costs, is the client's choice, from the next trial on."
+    "The client chooses how many candidates exchange words and at what cost, from the next trial on."
     logits = logits_of('it is good to see you', 1, sharp=4)
     def zeros(hyps, context): return [LLMHypothesis(**vars(h)) for h in hyps]
     with serving(decoder, plain, rescorer=LLMRescorer(zeros, decoder)) as r:
@@ -454,7 +454,7 @@ def test_exchanged_words(decoder, plain):
     ({'logit': b''}, "no field logits; found b'logit'"),
 ])
 def test_entries_that_cannot_be_used(fields, words, decoder, plain):
-    "The client gets its answer with the reason, in the end too; the next trial is as if nothing had been."
+    "The client's answers give the reason, including the final one; the next trial is not affected."
     logits = logits_of('i am here')
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
@@ -470,7 +470,7 @@ def test_entries_that_cannot_be_used(fields, words, decoder, plain):
 
 
 def test_extreme_logits(decoder, plain):
-    "The largest numbers of float32, and classes ruled out by -inf, are logits like others."
+    "The largest numbers of float32 and classes excluded by -inf are valid logits."
     logits = logits_of('i am here')
     best = logits == logits.max(1, keepdims=True)
     extreme, ruled_out, equal = (
@@ -494,13 +494,13 @@ def test_trials_without_data(decoder, plain):
             decoder.lm.score('')
         )
         client.finalize()
-        client.send(logits)                                            # After a finalize a new trial begins by itself
+        client.send(logits)                                            # After a finalize, a new trial starts by itself
         same(candidates(client.finalize()), offline(decoder, logits))
 
 
 def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
-    """What a dead client left does not show in the next one's trial; two at once get as many answers as they asked
-    for, and the log has a word about it."""
+    """Input of a dead client does not affect the next client's trial. Two simultaneous clients get as many answers as
+    they requested, and the log has a warning."""
     logits = logits_of('are you there')
     with serving(decoder, plain) as r, caplog.at_level(logging.WARNING, 'b2t_kaggle.serve'):
         dead = OfficialClient(plain.client())
@@ -509,7 +509,7 @@ def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
         dead.r.close()
         client = OfficialClient(r)
         same(client.trial(logits)[1], offline(decoder, logits))
-        client.wait('remote_lm_done_finalizing') # Else the counts below may be those before it
+        client.wait('remote_lm_done_finalizing') # Otherwise the counts below may miss it
         assert 'its client has died, or there are two' in caplog.text
         with plain.client() as r2:
             second = OfficialClient(r2, flush=False)
@@ -526,7 +526,7 @@ def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
 
 
 def rescore_that_waits(asked: threading.Event, go: threading.Event):
-    "Says that it was asked, and answers when it may."
+    "A rescorer that signals each call, and answers when it is allowed to."
     def rescore(hyps, context):
         asked.set()
         assert go.wait(LIMIT)
@@ -535,8 +535,8 @@ def rescore_that_waits(asked: threading.Event, go: threading.Event):
 
 
 def test_flush_while_an_answer_is_made(decoder, plain):
-    """The official client flushes at its start. What was asked before is not answered after it: it would take the
-    old sentence for its own."""
+    """The official client flushes the database when it starts. Earlier requests are not answered afterwards, as the
+    client would take the old sentence for its own."""
     slow, go = threading.Event(), threading.Event()
     rescore = rescore_that_waits(slow, go)
     logits = logits_of('i see')
@@ -563,7 +563,7 @@ def test_requests_from_before_the_server(decoder, plain):
 
 
 def test_keys_of_the_wrong_type(decoder, plain, caplog):
-    "When they are gone, the server answers."
+    "Once these keys are deleted, the server answers."
     with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
         client = OfficialClient(r)
         for _ in range(2):
@@ -583,7 +583,7 @@ def test_keys_of_the_wrong_type(decoder, plain, caplog):
 
 
 def test_redis_starts_anew(decoder, tmp_path, caplog):
-    "The server finds the new Redis by itself, and the trial goes on if its client goes on."
+    "The server reconnects to the new Redis, and the trial continues if its client continues."
     db = Redis(tmp_path)
     logits = logits_of('it is good to see you')
     try:
@@ -603,8 +603,7 @@ def test_redis_starts_anew(decoder, tmp_path, caplog):
 
 
 def test_broken_connections(decoder, plain, caplog):
-    """A connection that breaks while Redis goes on costs nothing: not the trial, and no answer is missing or comes
-    twice."""
+    "If a connection breaks while Redis runs, the trial continues, and no answer is missing or sent twice."
     logits = logits_of('it is good to see you')
     def cut(r):
         for c in r.client_list():
@@ -621,10 +620,10 @@ def test_broken_connections(decoder, plain, caplog):
         assert 'trying again' in caplog.text
 
 
-@pytest.mark.parametrize('command', ['pipeline', 'GET', 'XADD']) # What reads and looks, the context, what answers
+@pytest.mark.parametrize('command', ['pipeline', 'GET', 'XADD']) # Reading, the context, and answers
 def test_cut_at_a_command(command, decoder, plain, monkeypatch):
-    """The connection breaks at every third use of a command, in turn before Redis has it and after: no answer is
-    missing, none comes twice, and the words are right."""
+    """The connection breaks at every third use of a command, in turn before and after Redis has received it. No answer
+    is missing or sent twice, and the words are correct."""
     uses, cuts = Counter(), Counter()
     def cutting(whole, name):
         def execute(self, *args, **kwargs):
@@ -653,7 +652,7 @@ def test_cut_at_a_command(command, decoder, plain, monkeypatch):
 
 
 def test_what_redis_refuses(decoder, plain, caplog):
-    "A key of the wrong kind where an answer belongs: the log says so, and the server lives."
+    "If the key of an answer has the wrong type, the log reports it, and the server keeps running."
     with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
         OfficialClient(r)
         r.set('remote_lm_done_resetting', 'x')
@@ -663,7 +662,7 @@ def test_what_redis_refuses(decoder, plain, caplog):
 
 
 def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
-    "Even a bug answers, so that no client waits forever."
+    "An answer is sent even after a bug, so that no client waits forever."
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         with monkeypatch.context() as m:
@@ -677,7 +676,7 @@ def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
 
 
 def test_one_server_per_database(decoder, plain):
-    "A second server would answer every client twice; in another database it may serve."
+    "A second server would answer every client twice; it may use another database."
     with serving(decoder, plain) as r:
         with pytest.raises(RuntimeError, match='another b2t serve is connected to this database'):
             serve(decoder, '127.0.0.1', plain.port, stop=stopped_after(LIMIT))
@@ -690,15 +689,16 @@ def test_one_server_per_database(decoder, plain):
 
 
 def test_a_redis_that_is_not_there(caplog):
-    "Known before anything else is done, but no error: it may come."
+    "It is detected before anything else is done, but is not an error, because Redis may start later."
     with socket.socket() as s:
-        s.bind(('127.0.0.1', 0)) # Nobody listens
+        s.bind(('127.0.0.1', 0)) # No process listens on this port
         check_redis(port=s.getsockname()[1])
     assert 'waiting for it' in caplog.text
 
 
 def test_passwords(decoder, tmp_path):
-    "A user who may do nothing but what the server needs; who has the wrong password, or none, is told."
+    """A user with only the permissions that the server needs is accepted; with a wrong or missing password, the error
+    says so."""
     db = Redis(
         tmp_path, '--requirepass', 'master', '--user', *f'lm on >secret ~remote_lm_* ~contextual_* {COMMANDS}'.split()
     )
@@ -724,7 +724,7 @@ def test_passwords(decoder, tmp_path):
 
 @pytest.mark.skipif(shutil.which('openssl') is None, reason='openssl is not installed')
 def test_tls(decoder, tmp_path):
-    "Encrypted, with certificates on both sides; one that nobody vouches for is refused."
+    "With encryption and certificates on both sides; an untrusted certificate is refused."
     def openssl(*args): subprocess.run(['openssl', *args], cwd=tmp_path, check=True, capture_output=True)
 
     openssl(
@@ -792,7 +792,7 @@ def test_tls(decoder, tmp_path):
     try:
         with serving(decoder, db, clients, tls=True, tls_ca=ca, tls_cert=cert, tls_key=key) as r:
             same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
-        for options in (dict(), dict(tls_ca=cert)):  # Nobody that the system trusts signed it; nor did we
+        for options in (dict(), dict(tls_ca=cert)):  # Signed neither by an authority that the system trusts nor by ours
             with (
                 pytest.raises(PermissionError, match='CERTIFICATE_VERIFY_FAILED.*check user, password, certificates'),
                 serving(decoder, db, clients, tls=True, **options),
@@ -802,7 +802,7 @@ def test_tls(decoder, tmp_path):
 
 
 def test_needs_neither_torch_nor_redis_py_to_say_so():
-    "The module can be imported without what it may not need, and says what to install for what it does."
+    "The module can be imported without its optional packages, and names the missing one when it is needed."
     code = """import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython", "redis"]))
 from b2t_kaggle.decoding.server import connect
 try: connect()

@@ -1,7 +1,8 @@
-"""The documentation site and the page of a run: what shows and what does not, links, titles, and how they look.
+"""The documentation site and the page of a run: visible and hidden parts, links, titles, and appearance.
 
-`./kit docs` checks all pages when it builds them; here are a few of each kind. Where Chromium and its driver are
-installed, the pages are looked at in both colours and at two widths."""
+`./kit docs` checks all pages when it builds them; here a few of each kind are tested. If Chromium and its driver are
+installed, the pages are rendered in both colour schemes and at two widths.
+"""
 import ast
 import html
 import json
@@ -80,14 +81,14 @@ def test_links_between_notebooks_lead_somewhere():
 
 
 def test_formulas_can_be_drawn():
-    "One that cannot be drawn stands on its page as code."
+    "A formula that cannot be drawn would be on its page as code."
     texts = {(path.name, cell) for path in NOTEBOOKS for cell in map(without_code, prose(path)) if '$' in cell}
     assert [text for text in texts if re.search('(?<!<pre>)<code>', cells.markdown(text[1]))] == []
 
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
-    "A site of a few pages, and what is wrong with them but for links to the pages that are left out."
+    "A site of a few pages, and its problems, without links to pages that are left out."
     paths = [NBS/f'{name}.ipynb' for name in FEW]
     few = {'Begin': paths[:1], 'How to': paths[1:3], 'Benchmarks': [paths[7]], 'Library': [*paths[3:7], *paths[8:]]}
     folder = tmp_path_factory.mktemp('site')/'pages'
@@ -135,7 +136,8 @@ def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page
     ('config/04_keys', ['Config']), ('config/07_config', ['load_config']),
     ('pytorch/models/zipformer/04_convolution', ['ConvolutionModule', 'FeedforwardModule'])])
 def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
-    "Names of the front door, or else those that most notebooks import; every name has one card or one line above."
+    """First the public names of the package, or else the names that most notebooks import; each name has a card, or a
+    line in the table above."""
     made = text(site, page)
     cards = cards_of(made)
     assert sorted(cards[:len(first)]) == first and len(set(cards)) == len(cards)
@@ -157,7 +159,7 @@ def test_names_are_counted_where_they_are_imported():
 
 
 def test_one_page_is_written_into_a_site(site, tmp_path):
-    "The others stay, byte for byte, and the search knows the page once."
+    "Other pages are bitwise unchanged, and the search lists the page once."
     folder = tmp_path/'pages'
     shutil.copytree(site[0], folder)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
@@ -172,7 +174,8 @@ def test_one_page_is_written_into_a_site(site, tmp_path):
 
 
 def test_one_page_of_the_command(tmp_path):
-    "By another name than its file's, and into a folder where there is no site; what there is not is said."
+    """The page is chosen by a shorter name than its file's, and written to a folder without a site; an unknown name is
+    an error."""
     docs = [sys.executable, '-m', 'b2t_kaggle.cli', 'docs', '--plain', '--output', tmp_path/'site', '--only']
     done = subprocess.run([*docs, 'metrics'], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith(f'{tmp_path/"site"/"metrics/00_metrics.html"}\n'), done.stderr
@@ -285,7 +288,7 @@ def test_what_is_wrong_is_found(tmp_path):
 
 @pytest.fixture(scope='module')
 def report(tmp_path_factory):
-    "The page of a run with everything that such a page may have."
+    "The page of a run with every kind of content."
     words = 'we will see what the others have to say about it'.split()
     def found(i): return ' '.join([*words[i % 2:3 + i % 8], *['too']*(i % 3)])
     rows = [dict(trial=i, reference=' '.join(words[:3 + i % 8]), text=found(i), corpus='Random',
@@ -315,7 +318,7 @@ def report(tmp_path_factory):
 
 
 def test_the_page_of_a_run_is_sound(report):
-    assert check.problems(report.parent, elsewhere={'errors.html'}) == [] # The stage writes it beside the report
+    assert check.problems(report.parent, elsewhere={'errors.html'}) == [] # The stage writes it next to the report
     shown = report.read_text()
     assert "{'" not in shown and 'alpha 0.5, length penalty 0.1235' in shown
     assert not re.search(r'(?:src|href)="(?!data:|#|errors\.html)', shown), 'it needs another file'
@@ -328,7 +331,7 @@ def chromium():
 
 
 def wrong_in(chromium, path, width):
-    "What a reader cannot see or read of a page, in both colours."
+    "Parts of a page that a reader cannot see or read, in both colour schemes."
     found = []
     for dark in (False, True):
         chromium.show(path, WIDTHS[width], dark)
@@ -368,7 +371,7 @@ def test_pages_of_a_complete_build_fit_and_can_be_read(chromium, width):
 
 @pytest.fixture(scope='module')
 def first_page(site, tmp_path_factory):
-    "The first page with its moving picture, whose notebook is executed where its outputs are not kept."
+    "The first page with its animation; its notebook is executed unless its outputs are cached."
     folder = tmp_path_factory.mktemp('first')
     ran = execute.outputs([build.TRIAL], 1, lambda *_, **__: None)
     with pytest.MonkeyPatch.context() as patch:

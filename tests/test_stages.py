@@ -1,4 +1,4 @@
-"Stages: each stands in a file of its own, and nobody else spells its name to treat it otherwise than others."
+"Each stage has its own file, and no other module compares stage names to treat a stage differently."
 import ast
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from b2t_kaggle.pipeline.stages import STAGES, Stage, notebook_path
 
 PACKAGE = Path(b2t_kaggle.__file__).parent
 FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py' and p != PACKAGE/'__init__.py']
-# Ends of what is compared with the name of a split, or of a folder
+# Last parts of expressions that are compared with names of splits or folders
 OTHERS = 'split', 'folder.name'
 
 
@@ -22,7 +22,7 @@ def is_list_of_names(node):
 
 
 def spelled(tree):
-    "Lines on which a stage's name is compared with something, or stands in a list of such names."
+    "Lines that compare a stage's name, or list several of them."
     public = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == '__all__']
     for node in ast.walk(tree):
         if is_list_of_names(node) and node not in public: yield node.lineno
