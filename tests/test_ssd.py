@@ -1,4 +1,4 @@
-"The chunked form of a state space model against the recurrence that defines it, in double precision."
+"The chunked form of a state space model agrees with the recurrence that defines it, in double precision."
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ def recurrence(x, log_decay, b, c, state):
 
 
 def inputs(T, seed, kinds):
-    "Frames of which each decays weakly, moderately, strongly or completely; double precision."
+    "Frames that each decay weakly, moderately, strongly or completely; double precision."
     g = torch.Generator().manual_seed(seed)
     def normal(*shape): return torch.randn(shape, generator=g, dtype=torch.float64)
     strength = 10. ** torch.tensor([-6., -1, 1, 4], dtype=torch.float64)[kinds]
@@ -36,7 +36,7 @@ def inputs(T, seed, kinds):
     kinds=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
 )
 def test_any_length_chunk_and_decay(T, chunk_size, seed, kinds):
-    "Outputs, last state and all gradients; float32 to 1e-4 of the largest value."
+    "Outputs, last state and all gradients are compared; float32 agrees to 1e-4 of the largest value."
     exact = [v.requires_grad_() for v in inputs(T, seed, kinds)]
     rounded = [v.detach().float().requires_grad_() for v in exact]
     want = recurrence(*exact)
@@ -45,7 +45,7 @@ def test_any_length_chunk_and_decay(T, chunk_size, seed, kinds):
     gradients = [torch.autograd.grad(y.sum() + h.sum(), at) for (y, h), at in ((found, rounded), (want, exact))]
     for v, w in zip(*gradients):
         assert v.isfinite().all()
-        # Where every state is forgotten at once, the gradient of a decay is the rounding of terms of size 1
+        # If all states are forgotten at once, the gradient of a decay is the rounding error of terms of size 1
         torch.testing.assert_close(v.double(), w, rtol=0, atol=1e-4 * max(w.abs().max().item(), 1e-2))
 
 
@@ -75,7 +75,7 @@ def test_decays_below_all_numbers():
 
 
 def test_the_same_program_for_any_number_of_chunks():
-    "What a compiler sees does not grow with the number of frames."
+    "The number of compiled operations does not grow with the number of frames."
     def n_operations(T):
         args = [v.float() for v in inputs(T, 0, [1])]
         graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *v: ssd(*v[:4], 4, v[4]))(*args)
@@ -85,7 +85,7 @@ def test_the_same_program_for_any_number_of_chunks():
 
 
 def test_a_convolution_kept_in_16_bits():
-    "Sums are in float32: the result is the exact one, rounded once."
+    "Sums are in float32, so the result is the exact one, rounded once."
     g = torch.Generator().manual_seed(0)
     x = torch.randn((1, 2, 13, 5), generator=g).bfloat16()
     weight, bias = torch.randn((4, 1, 1, 1, 5), generator=g), torch.randn((1, 1, 1, 5), generator=g)

@@ -1,4 +1,4 @@
-"The trainer: the official optimisation, exact resume after SIGKILL, and what it says when something is wrong."
+"The trainer: the official optimisation, exact resumption after SIGKILL, and errors that say what is wrong."
 import itertools
 import math
 import os
@@ -35,7 +35,7 @@ FEATURES = 12
 
 
 def write_toy(folder, sessions=SESSIONS, splits=None, short=False, seed=0):
-    "Sessions in which a label is a pattern that lasts ten bins."
+    "Write sessions in which a label is a pattern that lasts ten bins."
     rng = np.random.default_rng(seed)
     patterns = np.random.default_rng(1).standard_normal((5, FEATURES)) * 2
     for s in sessions:
@@ -90,7 +90,7 @@ def config(**kw): return with_overrides(preset('demo'), SMALL | kw)
 
 
 def test_steps_of_a_refit_are_those_of_a_run_on_both_splits(stores, tmp_path):
-    "Beside a store whose files hold the trials of both; and nothing passes for honest that has seen val."
+    "Compared with a store whose files hold the trials of both splits. A model trained on val is not evaluated on val."
     for s in SESSIONS:
         trials = [t for store in stores for t in map(store.__getitem__, range(len(store))) if t.session == s]
         together = []
@@ -122,8 +122,8 @@ def test_steps_of_a_refit_are_those_of_a_run_on_both_splits(stores, tmp_path):
 
 
 def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
-    """Lists of day parameters, LambdaLR, AdamW with three groups, clipping: written out here, and the same to
-    float32's precision."""
+    """Lists of day parameters, LambdaLR, AdamW with three groups, and clipping, reimplemented here, give the same
+    weights to float32's precision."""
     cfg = config(
         precision='float32',
         rnn_dropout=0,
@@ -211,13 +211,14 @@ def train_in_a_copy(allowed, folder, out, n_threads, changes):
 
 
 def kill_training(stores, out, steps, delay=0., **changes):
-    "Train in another process until there is the next checkpoint, and some seconds more."
+    "Kill a training in another process, some seconds after its next checkpoint."
     arguments = stores[0].path.parent, out, torch.get_num_threads(), changes
     kill_behind_a_checkpoint(train_in_a_copy, arguments, out/'last.pt', steps, delay)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores, tmp_path):
-    "At the next checkpoint, or at a random moment in the steps after it; once with all trials on the device."
+    """The run is killed at the next checkpoint, or at a random moment in the steps after it; once with all trials on
+    the device."""
     assert train(*stores, config(), tmp_path/'whole', progress=False)['step'] == 60
     rng = np.random.default_rng(0)
     seen = []
@@ -247,14 +248,14 @@ def test_a_changed_run_is_refused_by_name(stores, tmp_path, capsys):
     capsys.readouterr()
     other = (
         'bfloat16' if pick_torch('cpu').precision == 'float32' else 'float32'
-    )  # as when it goes on with another accelerator
+    )  # For example on another accelerator
     longer = train(
         *stores,
         config(num_training_batches=9, time_budget=5.0, batches_per_save=2, precision=other),
         tmp_path / 'run',
         progress=False,
     )
-    printed = ''.join(capsys.readouterr()) # The device is on standard error
+    printed = ''.join(capsys.readouterr()) # The device is printed to standard error
     assert (
         longer['step'] == 9
         and f', {other}: ' in printed
@@ -284,7 +285,7 @@ def test_a_failing_disk_keeps_the_previous_checkpoint(stores, tmp_path, monkeypa
 
 
 def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path):
-    "By a warning, which reaches the terminal also from the kernel of a stage."
+    "A warning names them, and also reaches the terminal from the kernel of a stage."
     write_toy(tmp_path, short=True)
     with pytest.warns(UserWarning, match='3 trials with too few frames') as warned:
         result = train(*open_stores(tmp_path), config(num_training_batches=30), tmp_path/'run', progress=False)
@@ -306,7 +307,7 @@ def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores
 
 
 def test_early_stopping_and_time_budget(stores, tmp_path, monkeypatch):
-    # without learning nothing improves after the first validation
+    # Without learning, no validation improves after the first
     still = config(
         lr_max=1e-12,
         lr_max_day=1e-12,
@@ -324,7 +325,7 @@ def test_early_stopping_and_time_budget(stores, tmp_path, monkeypatch):
         and result['best_step'] == 3
     )
     assert train(*stores, still, tmp_path/'early', progress=False)['step'] == 9
-    seconds = itertools.count(step=.02) # A clock that goes on whenever somebody looks at it
+    seconds = itertools.count(step=.02) # A clock that advances whenever it is read
     monkeypatch.setattr(time, 'monotonic', lambda: next(seconds))
     began = time.monotonic()
     long = config(num_training_batches=10**6, time_budget=3 / 60)
@@ -360,7 +361,7 @@ def damaged(path, damage):
 @pytest.mark.parametrize('damage', ['gone', 'cut', 'a byte', 'empty', 'text', 'zeros'])
 @pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
 def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path, capsys):
-    "The same command again ends with a model that can be read; where the last one was the best one, with the same."
+    "The same command ends with a readable model, which equals the lost one if the last model was the best."
     cfg = config(num_training_batches=12, batches_per_val_step=12)
     result = train(*stores, cfg, tmp_path, progress=False)
     best = tmp_path/'best.pt'
@@ -382,7 +383,7 @@ def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path
 @pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
 @pytest.mark.parametrize('source', ['best.pt', 'last.pt'])
 def test_another_model_in_place_of_the_best_one(source, steps, stores, tmp_path, capsys):
-    "A whole model of another seed: it is never taken for the best one, has no figures of it, and is kept."
+    "A complete model of another seed is never used as the best one; its metrics are not copied, and it is kept."
     cfg = config(num_training_batches=12, batches_per_val_step=6)
     train(*stores, cfg, tmp_path, progress=False)
     train(*stores, with_overrides(cfg, {'train.seed': 5}), tmp_path/'other', progress=False)
@@ -401,7 +402,7 @@ def test_another_model_in_place_of_the_best_one(source, steps, stores, tmp_path,
 
 
 def test_models_without_the_state_of_their_training_are_kept(stores, tmp_path, capsys):
-    "`last.pt` is gone, so a training begins anew, and says so; what the one before has made is still there."
+    "If `last.pt` is missing, the training starts again and says so; the models of the earlier training are kept."
     cfg = config(num_training_batches=10, batches_per_val_step=5, refit=.5)
     train(*stores, cfg, tmp_path, progress=False)
     before = [(tmp_path/name).read_bytes() for name in ('best.pt', 'refit.pt')]
@@ -426,7 +427,7 @@ def test_a_training_without_its_curves_goes_on(damage, stores, tmp_path, capsys)
 
 
 def test_models_of_a_refit_that_are_lost(stores, tmp_path):
-    "The refitted one is what the last weights are; the best one cannot be made of weights that have seen val."
+    "The refitted model has the last weights; the best one cannot be rebuilt from weights that were trained on val."
     cfg = config(num_training_batches=10, batches_per_val_step=5, refit=.5)
     train(*stores, cfg, tmp_path, progress=False)
     before = load_file(tmp_path/'refit.pt')
@@ -481,7 +482,7 @@ def per_of(logits, store):
 
 
 def test_inference_agrees_with_validation(stores, tmp_path):
-    "The PER of the log-probabilities on disk is the PER that training reported for the same weights."
+    "The PER of the log-probabilities on disk equals the PER that training reported for the same weights."
     result = train(*stores, config(num_training_batches=40, batches_per_val_step=40), tmp_path, progress=False)
     logits = infer(tmp_path/'best.pt', stores[1], tmp_path/'val.arrow', batch_size=5, progress=False)
     assert per_of(logits, stores[1]) == pytest.approx(result['val_per'])
@@ -492,23 +493,24 @@ def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(mon
     monkeypatch.setattr(time, 'monotonic', lambda: now[0])
     def takes(seconds): now[0] += seconds
     b = Budget(minutes=10, val_batches=20)
-    b.timed('step', takes, 100)                    # compilation: taken as usual, a validation would need 2000 s
+    b.timed('step', takes, 100)                    # Compilation: if this were usual, a validation would need 2000 s
     assert not b.is_spent()
-    for s in (1, 1, 1, 1, 30): b.timed('step', takes, s)  # one step that compiles again is not usual either
+    for s in (1, 1, 1, 1, 30): b.timed('step', takes, s)  # A single step that compiles again is not usual either
     now[0] = 579 - 1e-6; assert not b.is_spent()   # 1 s for a step, 20 s for a validation
     now[0] = 579 + 1e-6; assert b.is_spent()
     b.timed('validate', takes, 3); now[0] = 596 - 1e-6; assert not b.is_spent()
     now[0] = 596 + 1e-6; assert b.is_spent()
     b.timed('save', takes, 2); now[0] = 594 - 1e-6; assert not b.is_spent()
     now[0] = 594 + 1e-6; assert b.is_spent()
-    for _ in range(10): b.timed('step', takes, 4)  # what has become slower is noticed
+    for _ in range(10): b.timed('step', takes, 4)  # Slower steps are noticed
     now[0] = 592; assert b.is_spent()
     assert not Budget(None, 1).is_spent()
 
 
 def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
-    """torchrun, DistributedDataParallel over gloo: the losses of the same global batches, the same weights, one set
-    of files. After the first time, processes that need not import anything stand for torchrun's."""
+    """With torchrun and DistributedDataParallel over gloo, the losses of the same global batches and the weights are
+    equal, and one set of files is written. After the first training, forks of a process replace torchrun's processes,
+    because they need not import anything."""
     from b2t_kaggle.pytorch import launch as room
     from b2t_kaggle.pytorch.launch import launch
 
@@ -534,13 +536,13 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
     monkeypatch.setattr(room, '_exit_status', lambda command, env: (call_as_ranks(2, room.work, command[-1]), False))
     longer = dict(
         num_training_batches=30, lr_decay_steps=60, lr_decay_steps_day=60
-    )  # and in three parts, whose gradients are summed once
+    )  # In three parts, whose gradients are summed once
     one, two = (
         train(*stores, config(**sure | longer), tmp_path / 'one3', progress=False),
         launch(2, *stores, config(**sure | longer | dict(accumulate=3)), tmp_path / 'two3', progress=False),
     )
     assert two['step'] == 30 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-3)
-    # in float16, with a scale at which every gradient overflows: both leave the weights, and agree on the scale
+    # In float16, with a scale at which every gradient overflows, both processes keep the weights and agree on the scale
     last = tmp_path/'two'/'last.pt'
     saved = load_file(last)
     save_atomic(saved | dict(loss_scale=torch.amp.GradScaler('cpu', 2.**60).state_dict()), last)
@@ -560,7 +562,7 @@ def test_what_a_process_refuses_is_told_without_a_traceback(stores, tmp_path, ca
 
 
 def train_in_little_memory(folder, where, out):
-    "In a process of its own: 50 MB more than what it has when it calls the function `where`."
+    "Train in a separate process with 50 MB more memory than it has when it calls the function `where`."
     import resource
 
     from b2t_kaggle.pytorch import trainer
@@ -594,7 +596,7 @@ def train_in_little_memory(folder, where, out):
     ],
 )
 def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, words):
-    "With a real limit on memory, which is exceeded by the gradients of the first step, or by the model."
+    "A real memory limit is exceeded by the gradients of the first step, or by the model."
     p = call(train_in_little_memory, stores[0].path.parent, where, tmp_path)
     p.join(300)
     assert p.exitcode == 0
@@ -610,7 +612,7 @@ def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
     with pytest.raises(RuntimeError) as full: t.validate()
     with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
         raise_if_oom(full.value, t.backend.device.name, t.cfg, t)
-    raise_if_oom(RuntimeError('something else'), t.backend.device.name, t.cfg, t)   # is left alone
+    raise_if_oom(RuntimeError('something else'), t.backend.device.name, t.cfg, t)   # Other errors are ignored
 
 
 def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
@@ -623,7 +625,8 @@ def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
 
 
 def test_trials_on_the_device_give_the_same_weights(stores):
-    "Bit for bit, with a batch in two parts and trials of two stores; batches are those that the host makes."
+    """Weights are bitwise equal with a batch in two parts and trials of two stores; batches equal those made on the
+    host."""
     def trainer(on_device):
         changes = {'data.on_device': on_device, 'accumulate': 2, 'num_training_batches': 8, 'refit': .5}
         return Trainer(*stores, config(**changes), SingleDevice(pick_torch('cpu', 'float32')))
@@ -647,7 +650,7 @@ _TINY_MAMBA = dict(head_dim=8, state_size=8, projection_units=16)
 @pytest.mark.parametrize('name, size', [('best-t4', dict(n_heads=2, head_dim=8)), ('best-tpu', _TINY_MAMBA),
                                         ('mamba-t4', _TINY_MAMBA)])
 def test_a_recipe_in_many_sessions_ends_with_the_weights_of_one(name, size, stores, tmp_path):
-    "Tiny, but with its masks, average, refit and parts of a batch. A session has time for its first step alone."
+    "A tiny recipe with its masks, average, refit and parts of a batch. Each session has time only for its first step."
     same = ('neural_dim', 'feature_subset', 'n_classes', 'days_per_batch', 'lr_warmup_steps', 'lr_warmup_steps_day')
     changes = {key: SMALL[key] for key in same} | {f'model.{key}': value for key, value in size.items()} | {
         'n_units': 16, 'n_layers': 1, 'data.batch_size': 8, 'num_training_batches': 10, 'batches_per_val_step': 2,
@@ -667,14 +670,14 @@ def test_a_recipe_in_many_sessions_ends_with_the_weights_of_one(name, size, stor
 
 
 class Rank(AnyTrainer):
-    "One of two processes, as far as `check_finite` can tell; the other one's report is given."
+    "One of two processes in the view of `check_finite`; the report of the other one is given."
     def __init__(self, store, other): self.store, self.other = store, other
     def gather(self, value): return [value, self.other]
 
 
 def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
-    """As torchrun starts them on two machines with a process each: this process is the first machine's, over loopback.
-    They continue what one process began."""
+    """Two machines with one process each, as torchrun starts them, over loopback; this process is the first machine's.
+    They continue a training of one process."""
     import json
     import socket
     from datetime import timedelta
@@ -692,7 +695,7 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
     job = tmp_path/'machines'/'job.json'
     job.write_text(json.dumps(dict(stores=[str(s.path) for s in stores], config=cfg.dump(), out=str(tmp_path/'two'),
                                    progress=False)))
-    reserved = socket.socket() # Bound as long as this test lasts, so that the port goes to nobody else
+    reserved = socket.socket() # Reserved until this test ends, so that no other process is given the port
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(('127.0.0.1', 0))
     port = reserved.getsockname()[1]
@@ -721,7 +724,7 @@ def louder(features): return 1.2*features
 
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
 def test_a_term_and_an_augmentation_of_ones_own(stores, tmp_path, precision):
-    "Both have an effect, the term has its curves, in two views too, and a run continues only with the same functions."
+    "Both have an effect, the term has curves, also with two views, and a run continues only with the same functions."
     few = dict(num_training_batches=4, batches_per_val_step=2, batches_per_save=2, precision=precision, cr_ctc=.2,
                processes=1)
     runs = dict(plain={}, term=dict(loss=change), both=dict(loss=change, augment=louder))
@@ -743,8 +746,8 @@ def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
 
 
 def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
-    """As on an accelerator: the history has the same rows, and what is not a number is found a few steps later,
-    before anything is saved."""
+    """As on an accelerator, the history has the same rows, and a loss that is not a number is detected a few steps
+    later, before anything is saved."""
     whole = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'each', progress=False)
     class Accelerator(SingleDevice):
         def __init__(self, *args): super().__init__(*args); self.sync_every = 10
@@ -763,7 +766,8 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
 
 
 def train_without_end(folder, out):
-    "Train in two processes that have a process group, as a terminal's commands do, and write down what they print."
+    """Train in two processes, in a separate process group like a command of a terminal, and write their output to a
+    file."""
     from b2t_kaggle.pytorch.launch import launch
     os.setpgid(0, 0)
     with (out/'printed').open('w') as printed:
@@ -773,7 +777,7 @@ def train_without_end(folder, out):
 
 
 def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
-    "They save, and who started them says after which batch; torchrun and they are silent about it."
+    "They save, and the process that started them reports after which batch; torchrun and the workers print nothing."
     p = call(train_without_end, stores[0].path.parent, tmp_path)
     wait_for_checkpoint(p, tmp_path/'last.pt')
     os.killpg(p.pid, signal.SIGINT)
@@ -784,7 +788,7 @@ def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
 
 
 def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
-    "Killed at once, torchrun too, so that nobody is left to end the others but the system."
+    "The parent and torchrun are killed, so only the system can end the workers."
     import psutil
 
     parent = call(train_without_end, stores[0].path.parent, tmp_path)

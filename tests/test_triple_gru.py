@@ -1,5 +1,5 @@
-"""The adversarial denoiser against formulas made of PyTorch's own layers: values, gradients and their signs, costs,
-and its place in configuration and checkpoints."""
+"""The adversarial denoiser agrees with formulas made of PyTorch's own layers: values, gradients and their signs; its
+costs, configuration and checkpoints."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ SMALL = dict(
 
 
 def random_model(seed=0, **kw):
-    "Weights that are nowhere zero, in float64."
+    "A float64 model without zero weights."
     torch.manual_seed(seed)
     model = TripleGRUDecoder(**SMALL | kw)
     for p in model.parameters(): nn.init.normal_(p, std=p.shape[-1]**-0.5)
@@ -51,14 +51,14 @@ def batch(lengths, seed=0, neural_dim=6):
 
 
 def padded(model, x, day, n_bins, **kw):
-    "What the model computes where frames are padded, as on an accelerator."
+    "The model's output with padded frames, as on an accelerator."
     model.frames = lambda x, day, n_bins: model._padded(x, day)
     try: return model(x, day, n_bins=n_bins, **kw)
     finally: del model.frames
 
 
 def states(part, x):
-    "GRU states of one trial `[T', I]`, by PyTorch."
+    "GRU states of one trial `[T', I]`, computed by PyTorch."
     g = part.gru
     gru = nn.GRU(g.input_size, g.hidden_size, g.num_layers).double()
     return torch.func.functional_call(
@@ -91,7 +91,7 @@ def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
     for outs in (
         model(*args[:2], n_bins=args[2], mode='full', grl_lambda=-1.0),
         padded(model, *args, mode='full', grl_lambda=-1.0),
-    ):  # −λ = 1: as if not reversed
+    ):  # With −λ = 1, nothing is reversed
         for trial, n, want in zip(zip(*outs), frames, by_formula(model, *args), strict=True):
             for ours, theirs in zip(trial, want):
                 torch.testing.assert_close(ours[:n], theirs, rtol=0, atol=1e-10)
@@ -138,7 +138,7 @@ def test_cut_trials_continue():
     model = random_model()
     x, day, _ = batch([20, 20])
     whole = model(x, day)
-    first, at = model(x[:, :10], day, return_state=True)  # frames 0 … 3
+    first, at = model(x[:, :10], day, return_state=True)  # Frames 0 … 3
     (clean, _, _), _ = model(x[:, 8:], day, mode='full', states=at, return_state=True)
     torch.testing.assert_close(torch.cat([first, clean], 1), whole, rtol=0, atol=1e-10)
 
@@ -154,7 +154,7 @@ def test_loss_is_the_sum_that_is_written():
             loss[i], out[0][i].square().sum() + 0.2 * out[1][i].square().sum() + 0.001 * out[2][i, :n].square().mean()
         )
     changed = out[2].clone()
-    changed[1, 1:] = 1e3  # beyond the trial
+    changed[1, 1:] = 1e3  # After the end of the trial
     same = triple_loss((*out[:2], changed), ctc, frames, noisy_weight=0.2, noise_weight=0.001)['loss']
     assert torch.equal(same, loss)
 
@@ -222,7 +222,7 @@ def test_a_new_model_is_the_clean_model_on_the_whole_recording():
 
 
 def gru_size(n_in, n, layers):
-    return 3 * n * (n_in + n + 2) + (layers - 1) * 3 * n * (2 * n + 2) + n  # with the initial state
+    return 3 * n * (n_in + n + 2) + (layers - 1) * 3 * n * (2 * n + 2) + n  # With the initial state
 
 
 @pytest.mark.parametrize('noise_units', [256, None])
@@ -236,7 +236,7 @@ def test_parameters_at_the_official_sizes(noise_units):
 
 
 def test_the_optimiser_finds_all_biases_by_name():
-    "The trainer's group without weight decay."
+    "These are in the trainer's group without weight decay."
     names = [n for n, p in TripleGRUDecoder(**SMALL).named_parameters() if p.dim() == 1]
     assert len(names) == 2 * 1 + 1 + 2 * 2 + 1 + 2 * 2 + 1 and all('gru.bias' in n or 'out.bias' in n for n in names)
 
@@ -331,7 +331,7 @@ def test_the_official_form_is_refused(tmp_path):
 
 
 def test_a_changing_strength_does_not_compile_again():
-    "`torch.compile` finds at the second value that this number changes."
+    "`torch.compile` notices at the second value that this number changes."
     torch._dynamo.reset()
     model = random_model()
     counter = torch._dynamo.testing.CompileCounter()

@@ -1,5 +1,5 @@
-"""The search's weights: points that mean the same have the same errors, the grid against searches of each of its
-points, folds that do not see themselves, results that depend on nothing but the trials."""
+"""Tuning of the search's weights: equivalent points have equal errors, the grid agrees with searches at each of its
+points, a fold does not affect its own weights, and results depend only on the trials."""
 import itertools
 
 import numpy as np
@@ -23,7 +23,7 @@ FONDNESS = 27.
 
 
 def frames(sentence, seed, fondness=1.):
-    "Frames of a model with noise, which takes the blank for so many times as likely as it is."
+    "Noisy frames of a model that overestimates the odds of the blank by the factor `fondness`."
     rng = np.random.default_rng(seed)
     rows = [[0]]
     for word in sentence.split():
@@ -60,8 +60,8 @@ def searches_of(decoder, trials, points):
 
 
 def test_a_blank_that_is_too_likely_is_undone_by_its_penalty(decoder, trials):
-    """The blank's odds times 27 with penalties times 27 are the same trials: the same errors everywhere, and the same
-    choice, which therefore is known."""
+    """Multiplying the blank's odds and the penalties by 27 gives equivalent trials, with the same errors at each point;
+    this determines the choice."""
     fond = [frames(s, seed, FONDNESS) for seed, s in enumerate(REFERENCES)]
     plain = tuned(decoder, trials)
     other = tuned(decoder.with_options(blank_penalty=FONDNESS), fond,
@@ -69,14 +69,14 @@ def test_a_blank_that_is_too_likely_is_undone_by_its_penalty(decoder, trials):
     assert other.edits == plain.edits and other.fold_edits == plain.fold_edits
     for a, b in zip((plain.candidate, *plain.folds), (other.candidate, *other.folds), strict=True):
         assert b == a._replace(blank_penalty=FONDNESS*a.blank_penalty)
-    # And from a penalty of 1 the way is found
+    # The penalty is also found from a start of 1
     wide = GRID | dict(blank_penalty=3.**np.arange(6))
     found = tuned(decoder, fond, grid=wide)
     assert found.candidate.blank_penalty >= 9 and found.edits['candidate'] < found.edits['start']
 
 
 def test_only_ratios_count(decoder, trials):
-    "Scale, n-gram weight and word score doubled are the same search."
+    "Doubling scale, n-gram weight and word score gives the same search."
     plain = tuned(decoder, trials)
     doubled = tuned(decoder.with_options(acoustic_scale=1.6, lm_weight=2), trials, grid=GRID | {
         k: 2*GRID[k] for k in ('acoustic_scale', 'lm_weight', 'word_score')})
@@ -85,7 +85,7 @@ def test_only_ratios_count(decoder, trials):
 
 
 def test_the_grid_is_what_searches_find(decoder, lm, trials):
-    "Every point, by a decoder that was built with its weights."
+    "Each point is compared with a decoder that has its weights."
     searches = searches_of(decoder, trials, [(1, 0, 0, 1), (0, 0, 2, 1), (2, 0, 1, 1)])
     for point in itertools.product(range(3), [0], range(3), range(3)):
         weights = searches.weights(point)
@@ -96,7 +96,7 @@ def test_the_grid_is_what_searches_find(decoder, lm, trials):
 
 
 def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials):
-    "Whatever the errors of its own trials are, the choice for a fold is the same."
+    "The errors of a fold's own trials do not affect its choice."
     searches = searches_of(decoder, trials, itertools.product(range(3), [0], range(3), range(3)))
     fold = np.arange(12) % 3
     def chosen(): return searches.choose([fold != k for k in range(3)], tqdm(disable=True))
@@ -117,7 +117,7 @@ def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials):
 
 
 def test_the_figures_are_those_of_the_sentences(decoder, lm, trials):
-    "Start, candidate and folds, each by a decoder that was built with its weights."
+    "Start, candidate and folds are compared with decoders that have their weights."
     result = tuned(decoder, trials)
     def edits(weights, some):
         built = LexiconBeamDecoder(LEXICON, lm, beam=50, **weights._asdict())
@@ -134,7 +134,7 @@ def test_the_figures_are_those_of_the_sentences(decoder, lm, trials):
 
 @pytest.mark.parametrize('seed', range(3))
 def test_tuned_weights_make_no_more_errors_than_the_start(decoder, trials, seed):
-    "Also where the references belong to other trials, so that there is nothing to learn."
+    "Also if the references belong to other trials, so that nothing can be learned."
     shuffled = np.random.default_rng(seed).permutation(REFERENCES).tolist()
     result = tuned(decoder, trials, shuffled)
     assert result.edits['candidate'] <= result.edits['start']

@@ -1,4 +1,4 @@
-"What the kit asks for fits what stands on Kaggle's images, and its lowest versions are those that were tried."
+"The kit's requirements fit the packages of Kaggle's images, and its lowest versions are tested ones."
 import os
 from configparser import ConfigParser
 from pathlib import Path
@@ -11,12 +11,12 @@ from packaging.version import Version
 from b2t_kaggle.kaggle.wheels import PURE, Image, _pip, build_kit
 
 ROOT = Path(__file__).parent.parent
-# The extras that make sense on an image; tf's TensorFlow is only for machines without one, but its ranges hold there
+# Extras for each image; TensorFlow (tf) is installed only on machines without it, but the images satisfy its ranges
 EXTRAS = {'gpu': ('', 'llm_', 'serve_', 'kenlm_', 'tf_'), 'tpu': ('', 'llm_', 'serve_', 'kenlm_', 'tf_', 'xla_')}
 
 
 def in_known_versions(image):
-    "What an image holds, without what nobody looked up the version of."
+    "Packages of an image whose version is known."
     return {canonicalize_name(name): version for name, version in Image.read(image).holds.items() if version}
 
 
@@ -33,12 +33,12 @@ def settings():
 
 
 def requirements(prefix=''):
-    "Of the kit itself, or of an extra."
+    "Requirements of the kit, or of an extra."
     return [Requirement(r) for r in settings()[f'{prefix}requirements'].split()]
 
 
 def refused(requirements, pins):
-    "Which packages of an image do not fit."
+    "Packages of an image that do not satisfy the requirements."
     return sorted(r.name for r in requirements
                   if canonicalize_name(r.name) in pins and not r.specifier.contains(pins[canonicalize_name(r.name)]))
 
@@ -72,7 +72,7 @@ def test_the_kit_needs_no_package_that_is_compiled_on_installation():
 
 
 def test_the_tests_versions_fit_together():
-    "All of constraints.txt, but PyTorch/XLA's environment has a PyTorch of its own."
+    "All of constraints.txt; the environment of PyTorch/XLA has another PyTorch."
     pins = read_pins(ROOT/'constraints.txt')
     prefixes = [key.removesuffix('requirements') for key in settings() if key.endswith('requirements')]
     assert {prefix: refused(requirements(prefix), pins) for prefix in prefixes if prefix != 'xla_'} == {
@@ -83,7 +83,7 @@ def test_the_tests_versions_fit_together():
 @pytest.mark.skipif('RESOLVE' not in os.environ, reason='asks the package index; RESOLVE=1 does it')
 @pytest.mark.parametrize('image', EXTRAS)
 def test_pip_replaces_nothing_on_the_image(image, tmp_path):
-    "pip's own resolver, also for what the packages need in turn; it raises where something would be replaced."
+    "pip's own resolver, including indirect requirements; an error is raised if a package would be replaced."
     extras = [prefix[:-1] for prefix in EXTRAS[image] if prefix not in ('', 'tf_', 'kenlm_')]
     build_kit(tmp_path, ROOT)
     _pip('wheel', '--no-deps', '--wheel-dir', tmp_path, PURE)

@@ -1,6 +1,7 @@
 """The kit without kenlm, which does not compile on Python 3.13.
 
-Each test runs a process in which kenlm cannot be imported. tests/test_imports.py imports every module this way."""
+Each test runs a process in which kenlm cannot be imported. tests/test_imports.py imports every module this way.
+"""
 import json
 import os
 import subprocess

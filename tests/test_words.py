@@ -1,4 +1,5 @@
-"""Docstrings begin with nouns or verbs, give shapes of arrays and name sources of methods; prose avoids old habits."""
+"""Docstrings start with nouns or verbs, give shapes of arrays and name sources of methods; prose has none of the old
+habits."""
 import ast
 import io
 import json
@@ -134,20 +135,20 @@ def definitions(tree, prefix=''):
 
 @cache
 def docstrings(path):
-    "Docstring of a module, and of all that it defines: qualified name, node, docstring."
+    "Docstrings of a module and of its definitions: qualified name, node, docstring."
     tree = ast.parse(path.read_text())
     return [(name, node, ast.get_docstring(node) or '') for name, node in [('', tree), *definitions(tree)]]
 
 
 def annotations(function):
-    "Types of a function's arguments and of its result, as they are spelled."
+    "Types of a function's arguments and result, as they are written."
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     types = [a.annotation for a in arguments] + [function.returns]
     return ' '.join(ast.unparse(t) for t in types if t)
 
 
 def comments(function, lines):
-    "Comments behind a function's parameters and its result."
+    "Comments after a function's parameters and its result."
     signature = lines[function.lineno - 1:function.body[0].lineno - 1]
     return ' '.join(line.partition('#')[2] for line in signature)
 
@@ -169,7 +170,7 @@ def test_whether_is_answered_by_yes_or_no():
 
 
 def parts_with_arrays(node, lines):
-    "A function, or the fields of a class, that are annotated with arrays: end of the name, and comments."
+    "A function, or the fields of a class, with array annotations: end of the name, and comments."
     if isinstance(node, ast.FunctionDef) and ARRAY.search(annotations(node)): yield '', comments(node, lines)
     for field in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(field, ast.AnnAssign) and ARRAY.search(ast.unparse(field.annotation)):
@@ -177,7 +178,7 @@ def parts_with_arrays(node, lines):
 
 
 def test_arrays_have_shapes():
-    "19 of 20 public functions and fields say one; some arrays have any shape."
+    "19 of 20 public functions and fields give a shape; some arrays have any shape."
     n, without = 0, []
     for path in FILES:
         lines = path.read_text().splitlines()
@@ -201,7 +202,7 @@ def test_methods_name_their_source():
 
 
 def prose_breaks(text):
-    "Lines of a Markdown paragraph or item, each with the line after it."
+    "Pairs of consecutive lines in a Markdown paragraph or item."
     text = re.sub(r'```.*?```|\$\$.*?\$\$', '', text, flags=re.S)
     other = re.compile(r'    |\s*([|#<>]|\[?!\[|\[[^]]+\]: )|\s*$')
     for line, following in pairwise(text.split('\n')):
@@ -210,7 +211,7 @@ def prose_breaks(text):
 
 
 def prose():
-    "Markdown of all notebooks, cell by cell, each with its file."
+    "Markdown cells of all notebooks, with their files."
     for path in sorted((PACKAGE.parent/'nbs').rglob('*.ipynb')):
         cells = json.loads(path.read_text(encoding='utf-8'))['cells']
         yield from ((path, ''.join(cell['source'])) for cell in cells if cell['cell_type'] == 'markdown')
@@ -225,14 +226,14 @@ def test_prose_is_not_broken_inside_a_clause():
 
 
 def test_prose_has_at_most_120_columns():
-    "Code, formulas, tables and badges may have more."
+    "Code, formulas, tables and badges may be wider."
     plain = ((path, re.sub(r'```.*?```|\$\$.*?\$\$', '', text, flags=re.S)) for path, text in prose())
     found = [f'{path.stem}: {line}' for path, text in plain for line in text.split('\n')
              if len(line) > 120 and not re.match(r'    |\s*[|<]|\[!', line)]
     assert not found, '\n'.join(found)
 
 
-# Habits of this project's earlier texts, each with what to write instead
+# Habits of this project's earlier texts, and what to write instead
 HABITS = {
     r'\b(?:is|are|was|were|be) (?:told|said|asked|noted)\b(?! (?:by|to|for|in|from)\b)': 'say who tells or asks whom',
     r'\b(?:is|are) none\b|\bnone: none\b': 'say what it is, or what does not exist',
@@ -277,7 +278,7 @@ def texts(path):
 
 
 def parameter_comments(path):
-    "Comments behind the parameters of a module's functions: line and comment."
+    "Comments after the parameters of a module's functions: line and comment."
     source = path.read_text(encoding='utf-8')
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):

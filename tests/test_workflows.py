@@ -1,4 +1,4 @@
-"GitHub's workflows call scripts that are here, and the badges of the README say what the files say."
+"GitHub's workflows call existing scripts, and the badges of the README agree with the files."
 import os
 import re
 import subprocess
@@ -14,7 +14,7 @@ FORMS = sorted((ROOT/'.github'/'ISSUE_TEMPLATE').glob('[!c]*.yml'))
 
 
 def read(path):
-    "A workflow; YAML 1.1 takes its key `on` for a truth value."
+    "A workflow; YAML 1.1 reads its key `on` as a boolean."
     values = yaml.safe_load(path.read_text())
     return values | dict(on=values.pop(True))
 
@@ -99,7 +99,7 @@ def test_badges_are_true():
         elif 'colab' in image:
             m = re.fullmatch(r'https://colab\.research\.google\.com/github/([\w-]+/\w+)/blob/main/(.*)', target)
             assert url.endswith(m.group(1)) and (ROOT/m.group(2)).exists()
-        elif 'python' in image: # shields.io writes a dash twice
+        elif 'python' in image: # shields.io doubles dashes
             matrix = read(ROOT/'.github/workflows/tests.yml')['jobs']['tests']['strategy']['matrix']['python']
             assert re.search(r'python-(.*?)--(.*?)-\w+$', image).groups() == (matrix[0], matrix[-1])
         else:

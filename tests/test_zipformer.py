@@ -1,7 +1,8 @@
-"""The Zipformer against icefall's numbers, and against formulas where those are not at hand.
+"""The Zipformer agrees with icefall's numbers, and with formulas if these are not available.
 
-`shared/zipformer` beside this repository holds what icefall's own modules give: each stack, each gradient, each part
-that is left out at random."""
+`shared/zipformer` beside this repository holds results of icefall's own modules: each stack, each gradient, and each
+part that is randomly skipped.
+"""
 import json
 import sys
 from functools import cache
@@ -32,7 +33,7 @@ needs_reference = pytest.mark.skipif(not SHARED.exists(), reason='needs ../share
 
 
 class Figures:
-    "The arrays of a file as tensors, its texts as what their JSON says."
+    "A file's arrays as tensors, and its texts as decoded JSON."
     def __init__(self, name):
         self.file = np.load(SHARED/f'{name}.npz')
 
@@ -43,7 +44,7 @@ class Figures:
     def __contains__(self, key): return key in self.file.files
 
     def below(self, prefix):
-        "Keys that begin so, without that beginning."
+        "Keys with this prefix, without it."
         return [k.removeprefix(prefix) for k in self.file.files if k.startswith(prefix)]
 
 
@@ -67,7 +68,7 @@ def tiny(causal=False, **changes):
 
 
 def encode(model, x, lens, masked=True):
-    "Everything that a batch of filter banks becomes: frames, the encoder's output, its lengths."
+    "Frames, encoder output and output lengths of a batch of filter banks."
     frames, lens = model['subsampling'](x, lens)
     padding = torch.arange(frames.shape[1]) >= lens[:, None]
     y, y_lens = model['encoder'](frames.transpose(0, 1), lens, padding if masked else None)
@@ -75,7 +76,7 @@ def encode(model, x, lens, masked=True):
 
 
 def outputs_of(model, names, run):
-    "What modules gave in a run, by name."
+    "Outputs of modules during a run, by name."
     found = {}
     hooks = [model.get_submodule(name).register_forward_hook(lambda m, args, y, name=name: found.update({name: y}))
              for name in names]
@@ -168,13 +169,13 @@ RATES = ('attention_skip_rate', 'conv_skip_rate', 'const_attention_rate', 'ff2_s
 
 
 def set_number(module, name, value):
-    "A constant in the place of a number that may be scheduled."
+    "Replace a number that may be scheduled by a constant."
     if isinstance(getattr(module, name), torch.nn.Module): delattr(module, name)
     setattr(module, name, value)
 
 
 def training_model(**settings):
-    "In training mode, with nothing random, Balancer and Whiten off, and no channel that a trial may lack."
+    "A model in training mode without randomness, Balancer or Whiten, which keeps all channels."
     model = tiny(**settings).train()
     model['encoder'].encoder_unmasked_dim = model['encoder'].encoder_dim
     for m in list(model.modules()):
@@ -186,7 +187,7 @@ def training_model(**settings):
 
 
 def gradients(model):
-    "The loss of the reference, its gradient of the filter banks, and of each parameter."
+    "The loss of the reference, and its gradients with respect to the filter banks and each parameter."
     f = figures('encoder_tiny')
     x = f['x'].requires_grad_()
     loss = (encode(model, x, f['lens'])[1] * figures('encoder_gradients')['weights']).sum()
@@ -232,7 +233,7 @@ def test_gradients_that_balancer_and_whiten_edit():
 
 
 def rate_of_one(model, part):
-    "Make a part that is left out at random certain to be so."
+    "Always skip a part that is skipped at random."
     for m in model.modules():
         if part == 'bypass_skip_rate' and hasattr(m, 'bypass'): m.bypass.skip_rate = 1.0
         elif hasattr(m, part): setattr(m, part, 1.0)
@@ -249,7 +250,7 @@ def test_one_random_part_is_certain(part):
 
 
 def draw(monkeypatch, shape, *given):
-    "`torch.rand` of this shape gives these, one after the other."
+    "Make `torch.rand` return these values, one after another, for this shape."
     rand = torch.rand
     given = iter(given)
     def drawn(*size, **options):
@@ -272,7 +273,7 @@ def test_channels_that_trials_lack(monkeypatch, which, draws):
 
 @needs_reference
 def test_schedules_and_settings():
-    "Every scheduled number and every setting of a limit, a norm, a dropout, by the path of its module; and no other."
+    "All scheduled numbers, and all settings of limits, norms and dropout, by the path of their module."
     f = figures('encoder_tiny')
     sizes = f['config']
     falling = ScheduledFloat((0.0, 0.3), (20000.0, 0.1))
@@ -315,13 +316,13 @@ def test_parameters_of_the_published_sizes():
                  (192, 192, 256, 320, 256, 192)) == 146_625_594
 
 
-# The parts alone
+# Individual parts
 
 def units(): return figures('scaling')
 
 
 def load(module, prefix, names):
-    "Give a module the arrays of a unit, and return it."
+    "Load the arrays of a unit into a module, and return it."
     with torch.no_grad():
         for ours, theirs in names.items(): module.get_parameter(ours).copy_(units()[f'{prefix}.{theirs}'])
     return module
@@ -343,7 +344,7 @@ def test_downsample_and_upsample(ds, T):
 
 @needs_reference
 def test_bypass(monkeypatch):
-    "Half of the trials skip, a quarter goes straight through, and all scales are limited."
+    "Half of the trials skip, a quarter bypasses the scale, and all scales are limited."
     bypass = BypassModule(6, skip_rate=0.5, straight_through_rate=0.25, scale_min=0.4, scale_max=0.9)
     load(bypass, 'bypass', dict(bypass_scale='scale'))
     a, b = (units()[f'bypass.{k}'].requires_grad_() for k in ('src_orig', 'src'))
@@ -443,7 +444,7 @@ EVERYTHING = {'model.balancer': True, 'model.whiten': True, 'model.skips': True,
 
 
 def test_a_run_continues_exactly_with_all_that_is_random(tmp_path):
-    "Limits, whitening, skips and dropout are on; without what Whiten remembers it would be another run."
+    "Limits, whitening, skips and dropout are on; the run would differ without the saved state of Whiten."
     write_toy(tmp_path)
     def trainer(checkpoint=None):
         cfg = config('zipformer', **EVERYTHING)

@@ -44,8 +44,8 @@ def tiny_lm(
 ) -> Path:
     """A tiny causal language model with random weights (the same at each call) and its tokenizer.
 
-    Like the real tokenizers, those for opt (`</s>`) and llama (`<s>`) put a token before each text, and the others
-    do not."""
+    Like the real tokenizers, only those for opt (`</s>`) and llama (`<s>`) put a token before each text.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     tokenizer, start, end = train_tokenizer(kind, sentences, vocab_size)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=start, eos_token=end).save_pretrained(folder)

@@ -1,8 +1,9 @@
 """Write `zipformer_reference.npz`: weights, inputs and results of tiny Zipformers.
 
-With it the Zipformer is tested in checkouts without icefall's numbers. Run this script only with code for which
+With this file, the Zipformer is tested in checkouts without icefall's numbers. Run this script only with code for which
 `tests/test_zipformer.py` and `tests/test_scaling.py` pass beside `../shared/zipformer`, because then the results are
-those of icefall."""
+those of icefall.
+"""
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ LENGTHS = torch.tensor([14, 9, 5])
 
 
 def results(model, x):
-    "Output, and gradients of its weighted sum: of the input, and norm and projection of each parameter's."
+    """Output, and gradients of its weighted sum: the input's gradient, and the norm and a projection of each
+    parameter's."""
     x = x.requires_grad_()
     if isinstance(model, Sequential): y = model(x)
     else:

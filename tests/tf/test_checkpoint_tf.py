@@ -56,7 +56,7 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
             assert writer.poll() is None and time.monotonic() < end, (tmp_path/'log').read_text()[-2000:]
             time.sleep(0.05)
         steps = []
-        while len(steps) < 12 or len(set(steps)) < 3:  # a stopped process leaves the same files as a killed one
+        while len(steps) < 12 or len(set(steps)) < 3:  # A stopped process leaves the same files as a killed one
             assert time.monotonic() < end, f'it writes too slowly: {steps}'
             time.sleep(rng.uniform(0, 0.1))
             writer.send_signal(signal.SIGSTOP)
@@ -69,13 +69,13 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     steps.append(step_of(path))
     assert steps == sorted(steps) and len(set(steps)) > 2
     leftover = tmp_path/f'.last.weights.h5.{owner}.tmp.weights.h5'
-    leftover.write_bytes(b'half of a file')  # as a killed process may leave it
+    leftover.write_bytes(b'half of a file')  # As a killed process may leave it
     save_last(path, build_model(CFG.model, 1), CFG, {}, {}, dict(step=-1))
     assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
 
 
 def test_a_disk_that_fills(small_disk):
-    "HDF5 would end the process if it wrote directly to the disk."
+    "If HDF5 wrote directly to the disk, it would end the process."
     (small_disk/'others').write_bytes(bytes(96 << 10))
     path = small_disk/'best.weights.h5'
     with pytest.raises(WriteError) as error: save_best(path, build_model(CFG.model, 1), CFG, {})

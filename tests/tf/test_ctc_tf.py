@@ -1,5 +1,4 @@
-"""CTC in TensorFlow against PyTorch's in double precision, for lengths and labels of all kinds, compiled and eagerly.
-"""
+"CTC in TensorFlow agrees with PyTorch's in double precision, for arbitrary lengths and labels, compiled and eagerly."
 import numpy as np
 import pytest
 

@@ -1,5 +1,5 @@
-"""GRU and transformer in TensorFlow against those in PyTorch (weights, logits and gradients), compiled against eager,
-our loop against Keras' own layers, and bfloat16."""
+"""GRU and transformer in TensorFlow agree with those in PyTorch (weights, logits and gradients), compiled with eager
+execution, and our loop with Keras' own layers; bfloat16."""
 import numpy as np
 import pytest
 import torch

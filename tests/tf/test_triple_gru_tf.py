@@ -1,5 +1,5 @@
-"""The adversarial denoiser in TensorFlow against the one in PyTorch: weights, outputs, gradients and their signs, loss,
-program and bfloat16."""
+"""The adversarial denoiser in TensorFlow agrees with the one in PyTorch: weights, outputs, gradients and their signs,
+loss, program and bfloat16."""
 import numpy as np
 import pytest
 import torch

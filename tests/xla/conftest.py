@@ -1,9 +1,10 @@
-"PyTorch counts devices at its first backward pass, so XLA's must be there by then, also where that pass is the CPU's."
+"PyTorch counts devices at its first backward pass, even on a CPU, so XLA's devices must exist by then."
 from importlib.util import find_spec
 
 
 def pytest_collectstart():
-    "Where tests run, before the first is read: the process that only hands them out does not wait for the import."
-    if find_spec('torch_xla'): # Without it each file is skipped
+    """Start XLA before the first file is imported; pytest-xdist's controller runs no tests, and does not wait for the
+    import."""
+    if find_spec('torch_xla'): # Otherwise each file is skipped
         import torch_xla
         torch_xla.device()

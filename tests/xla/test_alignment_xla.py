@@ -1,4 +1,4 @@
-"Alignment losses on an XLA device: the same as on the CPU, compiled once, and nothing of them computed on the host."
+"Alignment losses on an XLA device equal those on the CPU, are compiled once, and compute nothing on the host."
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
@@ -23,17 +23,17 @@ def problem(seed, N=9, M=12, B=3, D=8):
 
 
 def all_losses(x, n, y, m, batches):
-    "Every loss in one number."
+    "The sum of all losses."
     soft, stretched = (alignment_loss(x, n, y, m, by) for by in ('soft_dtw', 'interpolation'))
     contrast = info_nce(x, n, y, m, torch.arange(len(x)).to(x.device))
     return (RISING(batches)*soft + stretched + 0.2*contrast).sum()
 
 
 def on(device, x, n, y, m, batches):
-    "Value, and the gradients of both sequences."
+    "Value, and gradients of both sequences."
     leaves = [v.detach().to(device).requires_grad_() for v in (x, y)]
     lengths = [v.to(device) for v in (n, m)]
-    count, = torch.tensor([float(batches)]).to(device).unbind() # A tensor [] would be compiled in
+    count, = torch.tensor([float(batches)]).to(device).unbind() # A tensor [] would become a constant
     loss = all_losses(leaves[0], lengths[0], leaves[1], lengths[1], count)
     loss.backward()
     torch_xla.sync()
@@ -51,7 +51,7 @@ def fallbacks(): return [n for n in met.counter_names() if n.startswith('aten::'
 
 
 def test_same_as_on_the_cpu_and_compiled_once():
-    "Another batch of the same shape, whatever its lengths and weights, meets the program of the first."
+    "Batches of the same shape use the first batch's program, whatever their lengths and weights."
     device = torch_xla.device()
     met.clear_all()
     assert_same(on(device, *problem(0), 0), exact(*problem(0), 0))
@@ -63,7 +63,7 @@ def test_same_as_on_the_cpu_and_compiled_once():
 
 
 def test_one_loop_for_any_number_of_frames():
-    "What is compiled has the same operations for short and for long trials, among them a single loop."
+    "The compiled program has the same operations for short and long trials, including a single loop."
     def program(N):
         x, n, y, m = (v.to(torch_xla.device()) for v in problem(0, N=N))
         cost = torch.cdist(x, y, compute_mode='use_mm_for_euclid_dist').requires_grad_()

@@ -1,4 +1,4 @@
-"CTC on an XLA device: the same as on the CPU, compiled once, and nothing of it computed on the host."
+"CTC on an XLA device equals CTC on the CPU, is compiled once, and computes nothing on the host."
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings('error::DeprecationWarning')
 
 
 def problem(seed, T=30, B=5, K=7, S=6):
-    "Ragged, with a trial whose repeated labels do not fit, one without labels, and −1 as padding."
+    "Trials of different lengths, one whose repeated labels do not fit, one without labels, and padding of −1."
     g = torch.Generator().manual_seed(seed)
     n_labels = torch.randint(min(S, 1), S + 1, (B,), generator=g)
     frames = torch.randint(T // 2, T + 1, (B,), generator=g)
@@ -24,7 +24,7 @@ def problem(seed, T=30, B=5, K=7, S=6):
 
 
 def on(device, f, log_probs, *args, **kw):
-    "Loss and gradient, the mean over the trials if there is no reduction."
+    "Loss and gradient; without reduction, the gradient of the mean."
     x = log_probs.detach().to(device).requires_grad_()
     loss = f(x, *args, **kw)
     loss.mean().backward()
@@ -69,9 +69,9 @@ def test_masked_class():
 
 
 def test_lengths_and_blank_in_any_form():
-    "On the device or on the host, as lists, with concatenated targets; the last class as the blank."
+    "Lengths on the device, on the host or as lists, concatenated targets, and the last class as the blank."
     log_probs, targets, frames, n_labels = problem(3)
-    targets = targets - 1  # classes 0 … 5, so that 6 can be the blank
+    targets = targets - 1  # Classes 0 … 5, so that 6 can be the blank
     flat = torch.cat([row[:n] for row, n in zip(targets, n_labels)])
     want = exact(log_probs, targets, frames, n_labels, 6, zero_infinity=True)
     device = torch_xla.device()
@@ -92,7 +92,7 @@ def test_bfloat16_under_autocast():
 
 
 def test_compiled_once():
-    "New data of the same shape, whatever its lengths, meets the program of the first."
+    "New data of the same shape use the first program, whatever their lengths."
     device = torch_xla.device()
     on(device, ctc_loss, *problem(5), zero_infinity=True)
     met.clear_all()
@@ -107,7 +107,7 @@ def test_compiled_once():
 
 
 def test_one_loop_for_any_number_of_frames():
-    "What is compiled has the same operations for 20 and for 200 frames, among them a single loop."
+    "The compiled program has the same operations for 20 and 200 frames, including a single loop."
     def program(T):
         log_probs, *args = problem(0, T=T)
         x = log_probs.to(torch_xla.device()).requires_grad_()

@@ -1,4 +1,4 @@
-"Starting PyTorch/XLA: all devices, and compiled programs that stay on disk."
+"Starting PyTorch/XLA: all devices are found, and compiled programs are cached on disk."
 import os
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from train_toy import hear, on_devices
 
 
 def python(code, tmp_path, n):
-    "What code prints in a new process with `n` XLA devices."
+    "Output of code in a new process with `n` XLA devices."
     env = os.environ | on_devices(n) | dict(PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300,
                           cwd=tmp_path, env=env)
@@ -26,7 +26,7 @@ def run_in(folder, code):
 
 
 def python_in_a_copy(code, folder, n):
-    "What code prints in a process that has imported PyTorch/XLA and started nothing."
+    "Output of code in a fork of a process that has imported PyTorch/XLA without starting it."
     return hear(n, folder, run_in, folder, code)
 
 
@@ -67,7 +67,7 @@ def test_counting_leaves_spmd_and_the_cache_possible(tmp_path):
 
 @pytest.fixture(scope='module')
 def plain(tmp_path_factory):
-    "What `CACHE` prints on so many devices, in one process, and the folder in which it ran."
+    "A function that runs `CACHE` on `n` devices once, and returns its output and its folder."
     found = {}
     def get(n):
         if n not in found:
@@ -79,9 +79,10 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize('n', [1, 2])
 def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(plain, tmp_path, n):
-    """The processor's backend writes programs but cannot read them, so `XLA` keeps none there.
+    """The CPU backend writes programs but cannot read them, so `XLA` does not cache its programs.
 
-    Told that it is a TPU, it does."""
+    When it is told that the device is a TPU, it does.
+    """
     (first,), folder = plain(n)
     assert first.split() == ['36.0', 'None', 'True']
     assert not (folder/'cache').exists()

@@ -1,4 +1,4 @@
-"What every encoder of PyTorch must do on XLA: one program per length, and nothing that falls back to the host."
+"Requirements of every PyTorch encoder on XLA: one program per length, and no fallback to the host."
 import sys
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from test_training_xla import compiled_once, xla
 
 
 def names():
-    "Files and packages, because a registry would be imported here, and torch_xla must come first."
+    "Names of files and packages; the registry would be imported here, but torch_xla must come first."
     folder = Path(__file__).parents[2]/'b2t_kaggle'/'pytorch'/'models'
     packages = {p.parent.name for p in folder.glob('*/__init__.py')}
     return sorted({p.stem for p in folder.glob('*.py')} - {'__init__', 'encoder'} | packages)
 
 
-# Parts that tests of equality switch off; a compiler must see one program with them, too
+# Parts that tests of equality switch off; they must also compile to one program
 EVERYTHING = {'zipformer': {'model.balancer': True, 'model.whiten': True, 'model.skips': True, 'model.dropout': 0.1,
                             'model.encoder_unmasked_dim': [16]}}
 NAMES = [*names(), *VARIANTS]
@@ -28,7 +28,8 @@ REPLAYED = 'transformer', 'triple_gru', 'mamba', 'causal zipformer'
 
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
-    "Of some steps of each encoder, all in one process: starting one takes as long as compiling two programs."
+    """Results of some steps of each encoder, all in one process, because starting one takes as long as compiling two
+    programs."""
     toy = tmp_path_factory.mktemp('toy')
     write_toy(toy)
     open_toy(toy)
@@ -48,7 +49,7 @@ def test_one_program_per_length_and_no_fallback(name, results):
 
 @pytest.mark.parametrize('name', REPLAYED)
 def test_replayed_steps_are_the_recorded_ones(name, results):
-    "Bit for bit, with a schedule that changes in every step, and random numbers in each model."
+    "Bitwise equal, with a schedule that changes in every step, and random numbers in each model."
     recorded, replayed = (results[1][f'{how}{name}'] for how in ('', 'replayed '))
     assert 'error' not in replayed, replayed['error']
     for k in ('losses', 'norms', 'val'): assert replayed[k] == recorded[k], k

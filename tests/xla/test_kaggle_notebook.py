@@ -25,8 +25,8 @@ def environment(tmp_path_factory): return trap_pip(tmp_path_factory.mktemp('trap
 
 @pytest.fixture(scope='module')
 def first(environment, tmp_path_factory):
-    """A session on eight devices with only recordings attached, whose time was over when training began: its room and
-    its output."""
+    """A session on eight devices with only recordings attached, whose time budget is used up when training starts: its
+    room and its output."""
     room = tmp_path_factory.mktemp('first')
     simulate_dataset(room/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
     return room, session(room, environment, 8, **{'train.time_budget': 0.01})
@@ -40,7 +40,7 @@ def test_a_session_leaves_a_model_and_log_probabilities(first):
         assert words in text, text
     assert 'first step after' in text_of(outputs_of(run/'notebooks'/'03_train.ipynb'))
     assert load_file(run/'train'/'last.pt')['step'] == 1
-    for split, n in dict(val=5, test=3).items():   # the first session has none
+    for split, n in dict(val=5, test=3).items():   # The first session has none
         logits = LogitStore.open(run/'logits'/f'{split}.arrow')
         assert len(logits) == n and '8 devices' in logits.provenance['device']
     assert json.loads((run/'stages'/'train.json').read_text())['finished'] is False
@@ -51,7 +51,7 @@ def test_nothing_is_installed_where_nothing_is_missing(first, environment):
 
 
 def test_a_version_continues_the_one_that_is_attached(first, environment, tmp_path):
-    "On one device, from a read-only folder, with the output of the first session in a subfolder deep down."
+    "On one device, from a read-only folder, with the output of the first session in a deep subfolder."
     (first[0]/'working'/'run'/'xla').mkdir()
     (first[0]/'working'/'run'/'xla'/'program').write_text('compiled')
     attach(tmp_path, first[0])

@@ -1,4 +1,4 @@
-"Layers on an XLA device: the GRU equals PyTorch's, augmentation is one program, the model is the CPU's."
+"Layers on an XLA device: the GRU equals PyTorch's, augmentation is one program, and the model equals the CPU's."
 import sys
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_a_step_of_the_loop_stands_once_in_the_program_however_long_it_runs():
         module(torch.randn(T, 2, 8).to(torch_xla.device()))[0].sum().backward()
         return torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in module.parameters()])
     short, long = program(20), program(200)
-    assert short.count(' while(') == long.count(' while(') == 2   # forwards and backwards
+    assert short.count(' while(') == long.count(' while(') == 2   # Forwards and backwards
     assert len(long.splitlines()) == len(short.splitlines())
 
 
@@ -120,7 +120,7 @@ def test_what_is_not_random_in_augmentation_is_as_on_the_cpu():
 
 @pytest.mark.parametrize('name', ['gru', 'transformer', 'mamba'])
 def test_participants_are_one_program_whoever_is_in_a_batch(name):
-    "Values and gradients of a CPU; five of sixteen features are of t12."
+    "Values and gradients equal those of a CPU; t12 has five of the sixteen features."
     cfg = config(name).model.model_copy(update=dict(participants={'t15': 16, 't12': 5}))
     sessions = ['t15.2023.08.11', 't15.2023.08.13', 't12.2022.04.28']
     torch.manual_seed(0)
@@ -145,5 +145,5 @@ def test_participants_are_one_program_whoever_is_in_a_batch(name):
     for theirs, ours in zip(expected, found):
         for a, b in zip(theirs, ours):
             torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-3*max(1, a.abs().max().item()))
-        of_t12 = ours[1][1].abs() # What it does not have counts nothing
+        of_t12 = ours[1][1].abs() # Missing features have no effect
         assert of_t12[5:].max() == 0 and of_t12[:5].max() > 0

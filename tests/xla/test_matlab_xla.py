@@ -1,4 +1,4 @@
-"Files of MATLAB beside scipy's reader and writer, which only the environment of PyTorch/XLA has, through JAX."
+"MATLAB files agree with scipy's reader and writer. Only the environment of PyTorch/XLA has scipy, through JAX."
 import numpy as np
 import pytest
 

@@ -1,5 +1,5 @@
-"""ScaledAdam on XLA: one program, nothing on the host, the numbers of the CPU. The steps of a trainer with it, on two
-devices too, are tried in test_training_xla."""
+"""ScaledAdam on XLA: one program, nothing on the host, and the numbers of the CPU. Training with it, also on two
+devices, is tested in test_training_xla."""
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
@@ -10,7 +10,7 @@ from b2t_kaggle.pytorch.optimizer import ScaledAdam
 
 
 def test_sixty_steps_are_one_program_and_the_cpus():
-    "Two groups, of which one has rows that a mask chooses; limits and clipping act."
+    "Two groups, one with rows that are selected by a mask; limits and clipping have an effect."
     torch.manual_seed(0)
     shapes = [(), (3, 4), (3, 4), (7,)]
     start = [torch.randn(s) for s in shapes]
@@ -39,7 +39,7 @@ def test_sixty_steps_are_one_program_and_the_cpus():
     met.clear_all()
     found, compiled = run(torch_xla.device())
     assert not [c for c in met.counter_names() if c.startswith('aten::')]
-    assert compiled[2:] == [compiled[1]] * 58, compiled # the first step also makes the state
+    assert compiled[2:] == [compiled[1]] * 58, compiled # The first step also creates the state
     expected, _ = run(torch.device('cpu'))
     for a, b, p in zip(found, expected, [*start, days]):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5) and not torch.allclose(b, p, atol=.01)

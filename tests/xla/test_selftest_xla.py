@@ -1,4 +1,4 @@
-"Checks of an accelerator on XLA's processor backend, with two devices."
+"Checks of an accelerator on XLA's CPU backend with two devices."
 import json
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from train_toy import hear
 
 
 def tell_findings(folder):
-    "Print what the smoke test and some of the long checks find."
+    "Print the findings of the smoke test and of some long checks."
     sys.path.insert(0, str(TESTS/'device'))
     from device_checks import CHECKS
 

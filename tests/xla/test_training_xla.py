@@ -1,8 +1,9 @@
-"""Training on XLA: the same on one device and on eight, compiled once per length, nothing on the host, and a run
-that moves between accelerators.
+"""Training on XLA: equal on one device and on eight, compiled once per length, nothing on the host, and a run that
+moves between accelerators.
 
-What computes on XLA is in processes of their own (train_toy.py): torch_xla starts once, and the number of devices is
-settled then."""
+Computations on XLA are in separate processes (train_toy.py), because torch_xla starts only once and then fixes the
+number of devices.
+"""
 
 import json
 import sys
@@ -40,7 +41,7 @@ def data(tmp_path_factory):
 
 
 def xla(task, data, out, overrides, n=1):
-    "What train_toy.py found, on `n` XLA devices of the processor; a DeprecationWarning ends it."
+    "Result of train_toy.py on `n` XLA devices of the CPU backend; a DeprecationWarning is an error."
     out.mkdir(exist_ok=True)
     printed = hear(n, out, write_result, task, data, out, overrides)
     return json.loads((out/'result.json').read_text()) | {'printed': printed}
@@ -52,7 +53,7 @@ TRIPLE = {'model.name': 'triple_gru', 'noise_units': 16}
 SCALED_ADAM = {'optimizer': 'scaled_adam', 'lr_scheduler_type': 'eden', 'lr_max': .03, 'lr_max_day': .03, 'cr_ctc': .2,
                'time_masks': 2, 'ctc_reduction': 'label'}
 REPLAYED = {'replay': True, 'data.on_device': True}
-# What is trained, by the number of devices: those of a number in one process, because starting one takes as long as
+# Trainings by number of devices. Those with the same number share a process, because starting one takes as long as
 # compiling two programs
 RUNS = {
     1: {'gru': {}, 'on device': {'data.on_device': True}, 'replayed': REPLAYED, 'scaled_adam': SCALED_ADAM,
@@ -67,7 +68,7 @@ RUNS = {
 
 @pytest.fixture(scope='module')
 def steps_on(data, tmp_path_factory):
-    "Some steps of a run on so many devices."
+    "A function that returns the steps of a run on `n` devices."
     found = {}
     def get(n, name):
         if n not in found:
@@ -82,7 +83,7 @@ def one(steps_on): return steps_on(1, 'gru')
 
 
 def compiled_once(result):
-    "Whether a step compiles only what it sees for the first time."
+    "Whether a step compiles only lengths that it sees for the first time."
     seen = set()
     expected = [0]
     for buckets in result['buckets']:
@@ -98,7 +99,7 @@ def test_a_step_is_compiled_once_per_length_and_nothing_falls_back_to_the_host(o
 
 
 def test_eight_devices_take_the_same_steps_as_one(one, steps_on):
-    "Noise, cuts and dropout included. Two devices do too, see the test below."
+    "Including noise, cuts and dropout. The test below compares two devices."
     eight = steps_on(8, 'gru')
     assert eight['n'] == 8 and one['n'] == 1
     for k in ('losses', 'norms'): assert eight[k] == pytest.approx(one[k], rel=1e-4), k
@@ -108,7 +109,8 @@ def test_eight_devices_take_the_same_steps_as_one(one, steps_on):
 
 @pytest.mark.parametrize('n, name', [(1, 'gru'), (8, 'gru'), (2, 'parts')])
 def test_trials_on_the_device_change_nothing(n, name, steps_on):
-    "Gathered there, in the program of the step, or before it where a batch has parts; on several devices in shares."
+    """Batches are gathered on the device, in the program of the step, or before it if a batch has parts; several
+    devices each gather a share."""
     host, device = steps_on(n, name), steps_on(n, 'on device' if name == 'gru' else 'parts on device')
     for k in ('losses', 'norms', 'val'): assert device[k] == host[k], k
     assert device['fallbacks'] == [] and (name == 'parts' or compiled_once(device))
@@ -117,22 +119,22 @@ def test_trials_on_the_device_change_nothing(n, name, steps_on):
 @pytest.mark.parametrize('n, name, replayed', [(1, 'gru', 'replayed'), (8, 'gru', 'replayed'),
                                                (1, 'scaled_adam', 'replayed scaled_adam')])
 def test_a_replayed_step_is_the_recorded_one(n, name, replayed, steps_on):
-    "Bit for bit: losses, norms, and a validation of the weights that the program left."
+    "Losses, norms and a validation of the final weights are bitwise equal."
     one, other = steps_on(n, name), steps_on(n, replayed)
     for k in ('losses', 'norms', 'val'): assert other[k] == one[k], k
     assert other['fallbacks'] == []
 
 
 def test_a_replayed_run_goes_on_where_its_checkpoint_was_taken(data, tmp_path):
-    "Programs are recorded anew; a run that records every step, and is not interrupted, ends with the same weights."
+    "Programs are recorded again; an uninterrupted run that records every step ends with the same weights."
     lengths = {'batches_per_val_step': 10, 'batches_per_save': 5, 'num_training_batches': 15, 'weight_average': 'ema'}
     found = xla('resume', data, tmp_path/'runs', SIZES | lengths)
     assert found['steps'] == [10, 15, 15] and found['different'] == []
 
 
 def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(steps_on, data):
-    """The CPU's own way to compute, two devices, and two devices with a batch in two parts. An average of the weights
-    changes no step, and is part of its program."""
+    """The CPU's own implementation, two devices, and two devices with a batch in two parts. An average of the weights
+    changes no step, and is part of the step's program."""
     two = steps_on(2, 'gru')
     parts = steps_on(2, 'parts')
     cfg = config(**{'data.batch_size': 8} | NOTHING_RANDOM)
@@ -150,7 +152,7 @@ def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_proces
 
 
 def test_a_step_of_scaled_adam_is_one_program_per_length_on_one_device_and_the_same_on_two(steps_on):
-    "With CR-CTC; noise, masks and dropout of both views included."
+    "With CR-CTC, including noise, masks and dropout of both views."
     one, two = steps_on(1, 'scaled_adam'), steps_on(2, 'scaled_adam')
     assert compiled_once(one) and one['fallbacks'] == [], one
     assert two['n'] == 2 and compiled_once(two) and two['fallbacks'] == []
@@ -165,12 +167,12 @@ def test_bfloat16_trains(model, steps_on):
 
 
 def test_a_run_moves_between_accelerators(data, tmp_path, capsys):
-    "From the processor to XLA and back; what continues says so, and inference agrees."
+    "From the CPU to XLA and back; a continued run reports the change, and inference agrees."
     lengths = {'lr_decay_steps': 30, 'lr_decay_steps_day': 30, 'batches_per_val_step': 10, 'batches_per_save': 10}
     def run(n): return SIZES | NOTHING_RANDOM | lengths | {'num_training_batches': n, 'n_buckets': 1}
 
     def cpu(out, overrides):
-        "The result, the log-probabilities of a trial, and what was printed."
+        "Result, log-probabilities of a trial, and printed output."
         stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
         result = train(*stores, config(**{'accelerator': 'cpu'} | overrides), out, progress=False)
         logits = infer(out/'best.pt', stores[1], out/'v.arrow', 'cpu', 'float32', progress=False)

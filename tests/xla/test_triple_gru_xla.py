@@ -1,5 +1,5 @@
-"""TripleGRU on an XLA device: trains in bfloat16, equals the CPU in float32, nothing on the host, one compilation
-whatever λ is."""
+"""TripleGRU on an XLA device: trains in bfloat16, equals the CPU in float32, computes nothing on the host, and is
+compiled once for all λ."""
 
 import pytest
 
@@ -15,7 +15,7 @@ N_STEPS, SIZE, STRIDE = 5, 6, 2
 
 
 def build(noise_units=6, **kw):
-    "A model none of whose parts is zero."
+    "A model without zero parts."
     torch.manual_seed(0)
     model = TripleGRUDecoder(
         8, 12, 3, 5, n_layers=2, patch_size=SIZE, patch_stride=STRIDE, noise_units=noise_units, **kw
@@ -31,14 +31,14 @@ def data():
 
 
 def read(logits, frames):
-    """Stands for CTC, which has its own tests: each trial's negative log-likelihood of a fixed class in all its
-    frames, in float32."""
+    """Replaces CTC, which has its own tests: negative log-likelihood of a fixed class in all frames of each trial, in
+    float32."""
     there = torch.arange(logits.shape[1], device=logits.device) < frames[:, None]
     return -(logits.float().log_softmax(-1)[..., 3] * there).sum(1)
 
 
 def run(device, dtype=None, n=N_STEPS, **kw):
-    "Losses of some steps of training with a λ that grows, and the model."
+    "Losses of some training steps with increasing λ, and the model."
     model = build(**kw).to(device).train()
     x, day, n_bins = (t.to(device) for t in data())
     frames = n_frames(n_bins, SIZE, STRIDE)
@@ -66,11 +66,11 @@ def test_float32_training_is_that_of_the_cpu(noise_units):
     met.clear_all()
     ours, model = run(torch_xla.device(), noise_units=noise_units)
     assert fallbacks() == []
-    want, cpu = run('cpu', noise_units=noise_units)  # packed: the padding is not even computed there
+    want, cpu = run('cpu', noise_units=noise_units)  # Packed, so that padding is not computed
     torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
     for (name, p), q in zip(model.named_parameters(), cpu.parameters()):
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-3, atol=1e-4, msg=name)
-    assert want[-1].mean() < want[0].mean() - 1  # and there was something to compare
+    assert want[-1].mean() < want[0].mean() - 1  # The training has changed the loss
 
 
 @pytest.mark.parametrize('noise_units', [6, None])
@@ -81,7 +81,7 @@ def test_bfloat16_trains(noise_units):
     assert fallbacks() == []
     assert ours.dtype == torch.float32 and {p.dtype for p in model.parameters()} == {torch.float32}
     torch.testing.assert_close(ours, want, rtol=0.05, atol=0.1)
-    assert not torch.equal(ours, want)  # it was computed in bfloat16
+    assert not torch.equal(ours, want)  # It was computed in bfloat16
     model.eval()
     x, day, _ = data()
     with torch.autocast('xla', torch.bfloat16): logits = model(x.to('xla'), day.to('xla'))
@@ -89,7 +89,7 @@ def test_bfloat16_trains(noise_units):
 
 
 def test_one_compilation_whatever_the_strength():
-    "Training compiles nothing after its first step, although λ is another number in each."
+    "Training compiles nothing after its first step, although each step has another λ."
     device = torch_xla.device()
     model = build(rnn_dropout=0.2, input_dropout=0.1).to(device).train()
     x, day, _ = (t.to(device) for t in data())
@@ -106,8 +106,8 @@ def test_one_compilation_whatever_the_strength():
     met.clear_all()
     counts = [
         step(s) for s in (0.3, 0.7, 0.0, 1.0, 0.2, torch.tensor(0.4), torch.tensor(0.0))
-    ]  # XLA has its ways with 0 and 1, and 0.2 is a number of the loss too
+    ]  # XLA treats 0 and 1 as constants, and 0.2 also occurs in the loss
     assert counts == [1] * 7, counts
     counts = [step(s) for s in on_device]
-    assert counts == [2, 2], counts  # a tensor of the device is another graph, and one is enough for it
+    assert counts == [2, 2], counts  # A tensor on the device needs another graph, but only one
     assert fallbacks() == []

@@ -1,5 +1,5 @@
-"""Trains a toy on an XLA device and writes what happened as JSON; in a process of its own, because torch_xla starts
-once. Called by test_training_xla.py, in copies of a process that has imported this module and started nothing."""
+"""Train a toy on an XLA device and write the results as JSON, in a separate process because torch_xla starts only once.
+test_training_xla.py calls it in forks of a process that has imported this module and started nothing."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 warnings.simplefilter('error', DeprecationWarning)
 import torch
-import torch_xla.debug.metrics as met  # before anything computes on the CPU
+import torch_xla.debug.metrics as met  # Before anything computes on the CPU
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
@@ -31,7 +31,7 @@ def on_devices(n): return dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
 
 
 def hear(n, folder, function, *arguments):
-    "What a function prints in a copy with `n` XLA devices of the processor; see `copies.hear`."
+    "Output of a function in a copy with `n` XLA devices of the CPU backend; see `copies.hear`."
     copies.start(['train_toy'])
     return copies.hear(on_devices(n), folder, function, *arguments)
 
@@ -40,7 +40,7 @@ def compilations(): return met.metric_data('CompileTime')[0]
 
 
 def steps(stores, cfg, n):
-    "Losses and gradient norms of some steps, two validations, and how much was compiled when."
+    "Losses and gradient norms of some steps, two validations, and the number of compilations after each step."
     t = Trainer(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
     met.clear_all()
     out = dict(losses=[], norms=[], compiled=[0], buckets=[], n=t.backend.n_devices)
@@ -53,7 +53,7 @@ def steps(stores, cfg, n):
     before = compilations()
     validations = [t.validate() for _ in range(2)]
     buckets = bucket_lengths(t.store_val, cfg, True)
-    # Terms of a loss are measured in batches of the size of training
+    # Losses with several terms are measured in batches of the training's size
     has_terms = type(t.result).training_losses is not Encoder.training_losses
     rows = cfg.data.batch_size//cfg.train.accumulate if has_terms else cfg.data.eval_batch_size
     batches = evaluation_batches(t.store_val.n_bins, rows)
@@ -66,7 +66,7 @@ def steps(stores, cfg, n):
 
 
 def steps_of_each(stores, configs):
-    "Of each of some configurations, what `steps` finds, or the error."
+    "Results of `steps` for each configuration, or its error."
     found = {}
     for name, cfg in configs.items():
         try: found[name] = steps(stores, cfg, 9)
@@ -75,7 +75,8 @@ def steps_of_each(stores, configs):
 
 
 def resumed(stores, overrides, out):
-    "Steps of a replayed run, of its second part, and of a run without either; and what differs in their checkpoints."
+    """Steps of a replayed run, of its continuation, and of an uninterrupted run; and differences between their
+    checkpoints."""
     parts = dict(num_training_batches=10, lr_decay_steps=15, lr_decay_steps_day=15)
     runs = [('replayed', {'replay': True} | parts), ('replayed', parts | {'replay': True, 'num_training_batches': 15}),
             ('whole', parts | {'num_training_batches': 15})]
@@ -86,7 +87,7 @@ def resumed(stores, overrides, out):
 
 
 def write_result(task, data, out, overrides):
-    "What was found, in result.json."
+    "Write the results to result.json."
     on_xla = {'accelerator': 'xla'}
     if task == 'encoders':
         configs = {name: encoders.config(name.removeprefix('replayed '), **on_xla | changes)
@@ -102,7 +103,7 @@ def write_result(task, data, out, overrides):
         logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)
         again = infer(
             out / 'best.pt', stores[0], out / 'train.arrow', accelerator='xla', progress=False
-        )  # as the stage does for test: torch_xla is set up already
+        )  # As in the stage for test, where torch_xla is already set up
         assert len(again) == len(stores[0])
         result['first_log_probs'] = logits[0][:3].tolist()
     (out/'result.json').write_text(json.dumps(result))
