@@ -63,16 +63,16 @@ def call_with(variables: dict[str, str], function: Callable, *arguments) -> Base
     return call(_with_variables, variables, function, arguments)
 
 
-def _heard(folder: Path, function: Callable, arguments: tuple) -> None:
+def _run_with_output(folder: Path, function: Callable, arguments: tuple) -> None:
     for i, name in ((1, 'stdout'), (2, 'stderr')):
         with (folder/name).open('wb') as file: os.dup2(file.fileno(), i)
     function(*arguments)
 
 
-def hear(variables: dict[str, str], folder: Path, function: Callable, *arguments, seconds: float = 800) -> str:
+def run_and_read(variables: dict[str, str], folder: Path, function: Callable, *arguments, seconds: float = 800) -> str:
     """Call a function in a copy with these environment variables, and return what it prints. The function must succeed.
     Both of its output streams are written to files in `folder`."""
-    p = call_with(variables, _heard, folder, function, arguments)
+    p = call_with(variables, _run_with_output, folder, function, arguments)
     p.join(seconds)
     p.kill()
     assert p.exitcode == 0, f'exit code {p.exitcode}: {(folder/"stderr").read_text()[-3000:]}'

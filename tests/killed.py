@@ -32,7 +32,7 @@ def wait_for_checkpoint(p: BaseProcess, last: Path, before: tuple | None = None)
         time.sleep(.002)
 
 
-def kill_behind_a_checkpoint(function: Callable, arguments: tuple, last: Path, steps: int, delay: float = 0.) -> None:
+def kill_after_a_checkpoint(function: Callable, arguments: tuple, last: Path, steps: int, delay: float = 0.) -> None:
     """Call a module's function in a separate process, with a semaphore for `steps` steps and with `arguments`. It
     trains, and acquires the semaphore before each step. The process is killed `delay` seconds after it has written the
     checkpoint `last`, in a step or while it waits."""

@@ -73,7 +73,7 @@ def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
 
 
 @pytest.mark.parametrize('size', [3, 4, 5, 100])
-def test_line_of_a_fault_at_any_place_in_a_piece(size, tmp_path):
+def test_errors_name_the_line_at_any_position_in_a_piece(size, tmp_path):
     n = 20
     rng = np.random.default_rng(0)
     path = tmp_path/'lm.arpa'
@@ -166,7 +166,7 @@ def test_a_compressed_model_is_pruned(tmp_path):
     assert (tmp_path/'model.out').read_bytes() == (tmp_path/'usual.arpa.out').read_bytes()
 
 
-def test_what_kenlm_refuses_is_written_for_it(tmp_path):
+def test_models_are_rewritten_for_kenlm(tmp_path):
     pytest.importorskip('kenlm')
     path = tmp_path/'lm.arpa'
     path.write_text(FORMS['heading'])
@@ -199,7 +199,7 @@ def test_what_kenlm_refuses_is_written_for_it(tmp_path):
     (lzma.compress(USUAL.encode())[:-20], r'lm.arpa: damaged or cut-off xz file'),
     (USUAL.replace('ngram 1=5', 'ngram 1=6').replace('-2\t<unk>', '-2\t<S>\n-2\t<unk>'), r'found <s> and <S>, which'),
 ])
-def test_what_is_refused(content, message, tmp_path):
+def test_refused_files(content, message, tmp_path):
     path = tmp_path/'lm.arpa'
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ArpaError, match=message) as e: load_ngram(path)

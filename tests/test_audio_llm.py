@@ -61,7 +61,7 @@ def test_a_run_ends_in_a_valid_submission(finished):
         assert [h.ngram for h in hyps] == [pytest.approx(ngram.score(h.text), abs=1e-6) for h in hyps]
 
 
-def test_its_error_rate_is_that_of_whole_sentences(finished):
+def test_its_error_rate_is_computed_on_whole_sentences(finished):
     val = TrialStore.open(finished.packed_dir/'val.arrow').index
     texts = [hyps[0].text for hyps in finished.nbest('val')]
     metrics = StageRun(finished, 'generate').stamp['metrics']
@@ -72,7 +72,7 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
     assert {'answer', 'ctc', 'grad_encoder', 'grad_projector', 'grad_lora', 'val_wer'} <= set(history)
 
 
-def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
+def test_a_session_without_time_leaves_a_submission(finished, here, tmp_path, monkeypatch):
     """If time runs out, all trials have the sentences of the search. Later sessions add the missing ones, one batch or
     all of them, and give the result of an uninterrupted run. After a kill within a batch, earlier batches are not
     repeated."""
@@ -114,7 +114,7 @@ def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monke
     here.clear()
 
 
-def test_what_was_done_stays_done(finished, here):
+def test_finished_stages_are_not_repeated(finished, here):
     run_stages(finished)
     assert here == []
     run_stages(Run(finished.dir, finished.work, {'generate.max_tokens': 7}), 'submit')
@@ -122,7 +122,7 @@ def test_what_was_done_stays_done(finished, here):
     here.clear()
 
 
-def test_its_lists_are_combined_with_those_of_others(finished, here, tmp_path):
+def test_its_lists_are_combined_with_other_systems(finished, here, tmp_path):
     for split in ('val', 'test'):
         own = read_hypotheses(finished.hypotheses(split))
         entries = {t: [replace(e, system='theirs') for e in some] for t, some in own.entries.items()}
@@ -139,6 +139,6 @@ REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2),
 
 
 @pytest.mark.parametrize('key, value', REFUSED)
-def test_what_an_audio_llm_cannot_be_trained_with(key, value):
+def test_settings_that_an_audio_llm_does_not_support(key, value):
     with pytest.raises(ConfigError, match=f'audio.llm .*{key}'):
         load_config(base='audio-llm', overrides={key: value})

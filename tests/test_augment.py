@@ -28,7 +28,7 @@ def test_kernel_is_the_impulse_response_of_a_gaussian_filter(std):
 
 @settings(max_examples=30, deadline=None)
 @given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 4), std=st.floats(0.4, 13))
-def test_smoothing_is_the_grouped_convolution(B, T, C, std):
+def test_smoothing_equals_the_grouped_convolution(B, T, C, std):
     x = torch.randn(B, T, C)
     k = gaussian_kernel(std=std)
     conv = F.conv1d(x.mT, torch.tensor(k).view(1, 1, -1).repeat(C, 1, 1), padding='same', groups=C).mT
@@ -42,7 +42,7 @@ def test_padding_does_not_reach_into_a_trial():
     assert torch.equal(smooth(F.pad(x, (0, 0, 0, 30)), k)[:, :50], smooth(x, k))
 
 
-def test_noise_is_what_its_names_say():
+def test_statistics_of_noise():
     B, T, C = 40, 200, 50
     zeros, ones = torch.zeros(B, T, C), torch.ones(B, T, C)
     white = add_noise(zeros, only(white_noise_std=1.5), generator())
@@ -57,7 +57,7 @@ def test_noise_is_what_its_names_say():
     assert abs(over_time[:, -1].std() / T**.5 - 1) < 0.1 and abs(over_features[:, :, -1].std() / C**.5 - 1) < 0.1
 
 
-def test_the_order_is_the_official_one():
+def test_augmentations_are_in_the_official_order():
     "Gain, white noise, offset, walk, cut and smoothing are replayed from the same generator."
     cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,
                         random_cut=3)
@@ -113,13 +113,13 @@ def test_channel_masks_are_whole_electrodes_or_features(T, n_electrodes, part, b
 
 @pytest.mark.parametrize('changes, found', [
     ({'feature_subset': [0, 1], 'model.neural_dim': 2}, 'data.feature_subset'), ({'model.neural_dim': 7}, 'an odd')])
-def test_electrodes_are_masked_where_they_are_known(changes, found):
+def test_electrodes_are_masked_if_they_are_known(changes, found):
     with pytest.raises(ValueError, match=f'found {found}.*channel_mask_by=feature'):
         with_overrides(preset('demo'), changes | {'channel_masks': .2})
     with_overrides(preset('demo'), changes | {'channel_masks': .2, 'channel_mask_by': 'feature'})
 
 
-def test_everything_is_a_function_of_seed_and_step():
+def test_results_depend_only_on_seed_and_step():
     cfg = AugmentConfig(time_masks=3, random_walk_std=.1, channel_masks=.3)
     x = torch.randn(2, 50, 4)
     n = torch.tensor([50, 30])

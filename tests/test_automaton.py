@@ -61,7 +61,7 @@ def model(tmp_path_factory):
     return text, build_ngram(text, path, order=4, prune=(0, 0, 1))
 
 
-def test_a_million_questions(model):
+def test_a_million_queries(model):
     text, path = model
     rng = np.random.default_rng(1)
     automaton = Automaton.load(path)
@@ -138,7 +138,7 @@ def test_orders(order, tmp_path):
     assert compare(Automaton.load(path), NGram.load(path), text + zipf_text(300, 4))[0] < 1e-5
 
 
-class Kept(Automaton): MIN_CACHED_BYTES = 0
+class Cached(Automaton): MIN_CACHED_BYTES = 0
 
 
 @pytest.fixture(autouse=True)
@@ -149,57 +149,57 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def kept(model, tmp_path):
+def cached(model, tmp_path):
     "Cached arrays next to a copy of the model."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
-    Kept.load(path)
+    Cached.load(path)
     return tmp_path/'lm.arpa.automaton'
 
 
-def test_kept_files(kept, tmp_path):
+def test_cached_files(cached, tmp_path):
     "Cached arrays are used while the file's content stays the same, and rebuilt if it changes or they are damaged."
     path = tmp_path/'lm.arpa'
-    written = kept.stat().st_mtime_ns
+    written = cached.stat().st_mtime_ns
     os.utime(path, (0, 0))
-    Kept.load(path)
-    assert kept.stat().st_mtime_ns == written
+    Cached.load(path)
+    assert cached.stat().st_mtime_ns == written
     build_ngram(['a b'], path, order=2)
-    assert Kept.load(path).order == 2 and kept.stat().st_mtime_ns != written
-    whole = kept.read_bytes()
+    assert Cached.load(path).order == 2 and cached.stat().st_mtime_ns != written
+    whole = cached.read_bytes()
     for damage in (b'', b'{}\n', whole[:-1], b'[]\n', b'['*70_000):
-        kept.write_bytes(damage)
-        assert Kept.load(path).order == 2 and kept.read_bytes() == whole
+        cached.write_bytes(damage)
+        assert Cached.load(path).order == 2 and cached.read_bytes() == whole
 
 
-def test_each_damaged_byte_is_noticed(model, kept, tmp_path):
+def test_each_damaged_byte_is_detected(model, cached, tmp_path):
     "If any byte of the cached arrays is changed, scores stay the same and the cache is rewritten."
     path = tmp_path/'lm.arpa'
-    expected = [Kept.load(path).score(s) for s in model[0][:20]]
-    whole = kept.read_bytes()
+    expected = [Cached.load(path).score(s) for s in model[0][:20]]
+    whole = cached.read_bytes()
     rng = np.random.default_rng(0)
     first_line = whole.index(b'\n')
     for at in (0, first_line - 70, first_line, len(whole) - 1, *rng.integers(0, len(whole), 4)):
-        kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1:])
-        assert [Kept.load(path).score(s) for s in model[0][:20]] == expected and kept.read_bytes() == whole
+        cached.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1:])
+        assert [Cached.load(path).score(s) for s in model[0][:20]] == expected and cached.read_bytes() == whole
 
 
-def test_arrays_of_somebody_else_are_not_followed(model, kept, tmp_path):
+def test_arrays_of_another_user_are_not_used(model, cached, tmp_path):
     "Without this user's secret, a cache file cannot have the right checksum."
     path = tmp_path/'lm.arpa'
-    expected = Kept.load(path).score(model[0][0])
-    whole = kept.read_bytes()
+    expected = Cached.load(path).score(model[0][0])
+    whole = cached.read_bytes()
     facts, arrays = automaton._build(path)
     arrays['first']['next'].fill(2**31 - 1)
-    automaton._write_cache(kept, bytes(32), facts, arrays)
-    assert kept.read_bytes() != whole
-    assert Kept.load(path).score(model[0][0]) == expected and kept.read_bytes() == whole
+    automaton._write_cache(cached, bytes(32), facts, arrays)
+    assert cached.read_bytes() != whole
+    assert Cached.load(path).score(model[0][0]) == expected and cached.read_bytes() == whole
 
 
-def test_a_pipe_beside_a_model_is_not_waited_for(cache, tmp_path):
+def test_a_pipe_next_to_a_model_does_not_block(cache, tmp_path):
     path = build_ngram(['a b'], tmp_path/'lm.arpa', order=2)
     os.mkfifo(tmp_path/'lm.arpa.automaton')
-    assert Kept.load(path).order == 2 and len(list(cache.iterdir())) == 1
+    assert Cached.load(path).order == 2 and len(list(cache.iterdir())) == 1
 
 
 def test_folders_that_cannot_be_written_to(cache, tmp_path, monkeypatch):
@@ -216,7 +216,7 @@ def test_folders_that_cannot_be_written_to(cache, tmp_path, monkeypatch):
     for path, text in zip(paths, (['a b'], ['a b', 'c'])):
         path.parent.mkdir()
         build_ngram(text, path, order=2)
-    scores = [[Kept.load(path).score('a b') for path in paths] for _ in range(3)]
+    scores = [[Cached.load(path).score('a b') for path in paths] for _ in range(3)]
     assert built == paths and scores[0] == scores[1] == scores[2] and scores[0][0] != scores[0][1]
     assert [sorted(path.parent.iterdir()) for path in paths] == [[path] for path in paths]
     assert len(list(cache.iterdir())) == 2
@@ -230,7 +230,7 @@ def test_full_disks(model, tmp_path, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # Files cannot grow beyond 64 kB
     try:
-        with pytest.warns(UserWarning, match='its arrays are not cached') as warned: found = Kept.load(path)
+        with pytest.warns(UserWarning, match='its arrays are not cached') as warned: found = Cached.load(path)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(warned) == 1 and found.score(model[0][0]) == Automaton.load(path).score(model[0][0])
     assert [p.name for p in tmp_path.rglob('*') if p.is_file()] in (['lm.arpa', 'automata'], ['automata', 'lm.arpa'])

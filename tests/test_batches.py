@@ -94,7 +94,7 @@ def test_buckets_are_optimal(lengths, n, longest, patch):
 
 
 @given(t=st.integers(1, 500), size=st.integers(1, 20), stride=st.integers(1, 8))
-def test_a_rounded_length_is_used_wholly(t, size, stride):
+def test_a_rounded_length_has_no_unused_bins(t, size, stride):
     n = int(round_length(t, size, stride))
     frames = lambda t: (t - size)//stride + 1
     assert n >= max(t, size) and (n - size) % stride == 0 and n - max(t, size) < stride
@@ -124,7 +124,7 @@ def store_of(lengths, n_features=8, dtype='float16', seed=0):
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=10),
        types=st.sampled_from([('float16', 'float32'), ('float16', 'float16'), ('float32', 'float32')]),
        seed=st.integers(0, 9), data=st.data())
-def test_a_batch_is_its_trials_padded(lengths, types, seed, data):
+def test_a_batch_contains_its_trials_with_padding(lengths, types, seed, data):
     store = store_of(lengths, dtype=types[0], seed=seed)
     batcher = Batcher(store, choose_buckets(lengths, 3), types[1])
     for _ in range(4):                                            # the memory of earlier batches is reused
@@ -144,7 +144,7 @@ def test_a_batch_is_its_trials_padded(lengths, types, seed, data):
                 assert np.array_equal(b.labels[row, :s], store.class_ids(i))
 
 
-def test_memory_is_used_again_but_never_while_somebody_looks():
+def test_memory_is_reused_only_without_references():
     torch = pytest.importorskip('torch')
     store = store_of([40, 50, 60])
     batcher = Batcher(store, [60])
@@ -208,7 +208,7 @@ def test_prefetch_keeps_the_order_and_runs_ahead():
     assert list(it) == list(range(1, 50))
 
 
-def test_prefetch_raises_where_the_items_are_taken():
+def test_prefetch_raises_errors_in_the_consumer():
     before = threads() # Another test may have left threads that are not collected yet
     def items(): yield 1; raise OSError('the disk is gone')
     it = prefetch(items())
@@ -231,7 +231,7 @@ def test_prefetch_stops_its_thread(how):
     assert not threads() - before
 
 
-def test_batches_ahead_are_the_batches(seed=3):
+def test_prefetched_batches_equal_the_batches(seed=3):
     store = store_of(np.random.default_rng(0).integers(20, 60, 40).tolist())
     sampler = DayBalancedSampler(store.day, 8, 2, seed=seed)
     batcher = Batcher(store, choose_buckets(longest_in_batches(sampler, store.n_bins, 30), 3, longest=60))

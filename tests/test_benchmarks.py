@@ -26,19 +26,19 @@ NOTEBOOK = {'metadata': {'kernelspec': {'name': 'python3'}}, 'nbformat': 4, 'nbf
 
 
 @pytest.mark.parametrize('path', [*BENCHMARKS, *readers()], ids=lambda p: p.stem)
-def test_outputs_are_those_of_the_code(path):
+def test_outputs_belong_to_the_code(path):
     found = problem(path)
     assert found is None, found
 
 
 @pytest.mark.filterwarnings('error') # nbformat only warns if two cells have the same id
-def test_notebooks_are_as_their_format_says():
+def test_notebooks_have_a_valid_format():
     for path in NOTEBOOKS:
         try: validate(json.loads(path.read_text(encoding='utf-8')))
         except (ValidationError, DuplicateCellId) as e: pytest.fail(f'{path.relative_to(ROOT)}: {e}')
 
 
-def test_all_other_notebooks_come_without_outputs():
+def test_other_notebooks_have_no_outputs():
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text(encoding='utf-8'))
         if path.parent.name == 'benchmarks' or is_reader(notebook): continue
@@ -46,7 +46,7 @@ def test_all_other_notebooks_come_without_outputs():
         assert not cells, f'{path.relative_to(ROOT)}: outputs belong to the site'
 
 
-def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
+def test_changed_code_is_detected_and_changed_text_is_not(tmp_path):
     path = tmp_path/'x.ipynb'
     def write(notebook): path.write_text(json.dumps(notebook))
     write(NOTEBOOK)

@@ -92,7 +92,7 @@ def random_trials(n, frames=12):
 SOME = {'a b': 3.0, 'b c aa': 6.0, 'c': 1.5, 'a': -1.0}
 
 
-def test_changed_and_taken_back(lm):
+def test_boosts_can_be_changed_and_removed(lm):
     "After its boost is removed, a decoder gives exactly the results of a decoder without a boost."
     plain = LexiconBeamDecoder(LEXICON, lm)
     boosted = plain.with_boost(SOME)
@@ -202,7 +202,7 @@ def test_pronunciations_are_added(lm):
     assert boosted.decode(spoken)[0].text == text and boosted.words == plain.words
 
 
-def test_refused(lm):
+def test_refused_boosts(lm):
     for boost, message in ({'': 1}, 'found no words'), ({'a': math.inf}, 'expected a number'), \
                           ({3: 1}, 'expected a word or phrase'), ({'a -': 1}, "word '-': found"):
         with pytest.raises(ValueError, match=message): LexiconBeamDecoder(LEXICON, lm, boost=boost)

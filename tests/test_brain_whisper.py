@@ -48,7 +48,7 @@ def test_it_learns(toy, trained):
     assert history.ctc_behind.iloc[-1] < history.ctc_behind.iloc[0]
 
 
-def test_its_error_rate_is_that_of_whole_sentences(toy, trained):
+def test_its_error_rate_is_computed_on_whole_sentences(toy, trained):
     data, cfg = toy
     store, _ = open_toy(data)
     greedy = cfg.model_copy(update=dict(generate=cfg.generate.model_copy(update=dict(beams=1))))
@@ -64,7 +64,7 @@ def test_its_error_rate_is_that_of_whole_sentences(toy, trained):
         assert 1 <= len({h.text for h in written.hypotheses}) == len(totals) <= 4
 
 
-def test_a_run_that_stops_ends_with_the_same_weights(toy, trained):
+def test_a_resumed_run_ends_with_the_same_weights(toy, trained):
     "The CTC pass draws new gaps in each step, and a resumed run draws the same ones."
     data, cfg = toy
     short = with_overrides(cfg, {'time_budget': 1e-9})
@@ -75,14 +75,14 @@ def test_a_run_that_stops_ends_with_the_same_weights(toy, trained):
         for k, v in never[group].items(): assert torch.equal(v, again[group][k]), k
 
 
-def test_the_encoder_in_front_is_a_model_like_any_other(toy, trained, tmp_path):
+def test_the_front_encoder_is_an_ordinary_model(toy, trained, tmp_path):
     data, cfg = toy
     store, _ = open_toy(data)
     assert len(infer(data/'whole'/'best.pt', store, tmp_path/'logits.arrow', 'cpu', progress=False)) == len(store)
     assert isinstance(load_audio_model(data/'whole'/'best.pt')[0], BrainWhisper)
 
 
-def test_what_is_refused(toy):
+def test_refused_configurations(toy):
     data, cfg = toy
     def attempt(error, message, **changes):
         with pytest.raises(error, match=message):

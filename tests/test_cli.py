@@ -215,7 +215,7 @@ def test_an_option_without_effect_is_refused(line, option, call):
     assert status == 2 and option in error and error.count('\n') == 1, told
 
 
-def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
+def test_a_preset_applies_to_a_simulated_folder(tmp_path):
     "Counted in the HDF5 files: `quick` has 40 training sentences in a session, `demo` has 120."
     few = ['--set', 'simulate.n_sessions=1', '--set', 'simulate.lm_sentences=0']
     done = CliRunner().invoke(cli.main, ['data', 'simulate', str(tmp_path/'new'), '--preset', 'quick', *few])
@@ -246,7 +246,7 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     ('ensemble fir --name new', 'did you mean first?'),
     ('lm get librispeech', '4gram?'),
 ])
-def test_the_name_that_was_meant(line, end, call):
+def test_errors_suggest_the_intended_name(line, end, call):
     status, told, record = call(line)
     assert status in (1, 2) and told.endswith(f'{end}\n') and not record, told
 
@@ -313,7 +313,7 @@ def test_verbs_that_read_refuse_unknown_runs(call):
     assert call('report --name first')[2] and call('report --name new --preset quick')[2]
 
 
-def test_settings_are_not_dropped_without_a_word(call):
+def test_settings_are_not_dropped_silently(call):
     status, told, record = call('run --name first --preset demo')
     assert status == 2 and 'drop settings of first: decode.beam=9; add --reset' in told and not record, told
     assert '--config would drop' in call('run --name first --config config.yaml')[1]
@@ -338,7 +338,7 @@ def test_a_stream_that_cannot_be_written_is_named(line):
     assert (done.returncode, done.stderr) == (1, 'Error: <stdout>: No space left on device\n')
 
 
-def test_help_imports_next_to_nothing(tmp_path):
+def test_help_imports_few_modules(tmp_path):
     modules = imported('--help', tmp_path)
     assert {m.split('.')[0] for m in modules} & {'numpy', 'pandas', 'pydantic', 'numba', 'torch', 'yaml'} == set()
     assert {m for m in modules if m.startswith('b2t_kaggle')} == {f'b2t_kaggle{m}' for m in (
@@ -353,7 +353,7 @@ def test_a_verb_imports_what_it_uses(line, other, tmp_path):
     assert {m.split('.')[0] for m in imported(line, tmp_path)} & heavy == set()
 
 
-def test_help_has_a_short_line_for_each_verb_which_the_verb_itself_begins_with():
+def test_help_of_a_verb_begins_with_its_short_line():
     told = CliRunner().invoke(cli.main, ['--help']).output
     assert len(SECTIONS) == 5 and '...' not in told.partition('To start:')[2]
     for verb, (_, line) in {v: entry for verbs in SECTIONS.values() for v, entry in verbs.items()}.items():
@@ -372,7 +372,7 @@ def test_help_of_a_group_cuts_no_line(group, monkeypatch):
     assert len(lines) == len(VERBS[group].list_commands(None)) and not [line for line in lines if line.endswith('...')]
 
 
-def test_the_options_of_every_stage_stand_behind_those_of_the_verb():
+def test_options_of_all_stages_follow_the_verbs_own():
     shared = {p.name for p in VERBS['pack'].params}
     for verb, command in VERBS.items():
         told = CliRunner().invoke(cli.main, [*verb.split(), '--help']).output

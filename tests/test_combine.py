@@ -33,7 +33,7 @@ def test_the_pivot_of_a_vote_has_the_lowest_risk(texts, data):
     assert risks[minimum_bayes_risk(dict(zip(texts, weights)))] == pytest.approx(min(risks.values()))
 
 
-def test_among_equals_the_first_sentence_wins():
+def test_the_first_of_equal_sentences_wins():
     assert minimum_bayes_risk(posterior([[hyp('a b'), hyp('c d')]], Combination())) == 'a b'
 
 
@@ -43,7 +43,7 @@ def test_certainty_wins():
     assert combine(systems, Combination(weights=(0., 1.))) == ['x y z']
 
 
-def test_words_far_beyond_a_byte_are_told_apart():
+def test_more_than_256_words_are_distinguished():
     texts = [' '.join(f'w{chr(97 + j % 26)}{chr(97 + j // 26)}{chr(97 + i)}' for j in range(300)) for i in range(3)]
     assert (word_distances(texts) == 300*(1 - np.eye(3))).all()
 
@@ -52,9 +52,9 @@ def simulated(n, seed, rates):
     "Systems with these word error rates, and references."
     rng = np.random.default_rng(seed)
     references = [[f'w{chr(97 + i)}' for i in rng.integers(0, 26, 6)] for _ in range(n)]
-    def misheard(words, rate):
+    def with_errors(words, rate):
         return ' '.join(w if rng.random() > rate else f'x{chr(97 + rng.integers(26))}' for w in words)
-    return [[[hyp(misheard(s, rate))] for s in references] for rate in rates], [' '.join(s) for s in references]
+    return [[[hyp(with_errors(s, rate))] for s in references] for rate in rates], [' '.join(s) for s in references]
 
 
 def wer(references, texts):

@@ -86,7 +86,7 @@ def test_a_system_does_not_differ_from_itself(some):
     assert difference_interval(a, a) == (0, 0, 0) and smallest_clear_difference(a, a) == 0
 
 
-def test_what_is_clear_on_the_leaderboard_is_what_is_clear_on_so_many_words():
+def test_smallest_clear_difference_for_a_number_of_words():
     """In a test set that repeats each trial of val n times, the interval of the difference begins at zero if the
     difference is the smallest clear one."""
     rng = np.random.default_rng(0)
@@ -101,18 +101,18 @@ def test_what_is_clear_on_the_leaderboard_is_what_is_clear_on_so_many_words():
 SPOKEN = ['How are you?', 'Fine, and you?', 'Not so bad.', 'I would like to sit here for a while, please.']
 PHONEMES = ['HH AW SIL AA R SIL', 'F AY N SIL', 'N AA T SIL', 'AY SIL']
 
-def heard(texts, greedy=PHONEMES, spoken=SPOKEN):
+def scored(texts, greedy=PHONEMES, spoken=SPOKEN):
     "Results of a system."
     facts = [dict(session=f't15.2023.08.1{3 + i//2}', block=i, corpus=('Harvard', 'Random')[i % 2], seen=i == 0)
              for i in range(4)]
     return results_of([f | dict(trial=i, reference=spoken[i], text=texts[i], phonemes=PHONEMES[i], greedy=greedy[i])
                        for i, f in enumerate(facts)])
 
-FIRST = heard(['how are you', 'mine and you', 'not so bad', 'i would like'], ['HH AW AA R SIL', *PHONEMES[1:]])
-SECOND = heard(['how you', 'fine and you', 'not so bad', 'i would like to sit here for a while please'])
+FIRST = scored(['how are you', 'mine and you', 'not so bad', 'i would like'], ['HH AW AA R SIL', *PHONEMES[1:]])
+SECOND = scored(['how you', 'fine and you', 'not so bad', 'i would like to sit here for a while please'])
 
 
-def test_differences_by_group_are_those_counted_by_hand():
+def test_differences_by_group_agree_with_counts_by_hand():
     systems = same_trials({'a': FIRST, 'b': SECOND[::-1]})
     tables = comparison_tables(systems)
     wer = tables[WER]
@@ -187,7 +187,7 @@ def test_runs_of_other_trials_are_refused(runs):
         return compare('one', 'two')
     status, told = rewrite(SECOND[1:])
     assert status == 1 and 'two lacks 1 of the 4 trials of one, such as 0; expected the same trials' in told
-    status, told = rewrite(heard(list(SECOND.text), spoken=[*SPOKEN[:3], 'Something else.']))
+    status, told = rewrite(scored(list(SECOND.text), spoken=[*SPOKEN[:3], 'Something else.']))
     assert status == 1 and "one and two: trial 3, reference: found 'I would like" in told and told.count('\n') == 1
 
 

@@ -16,7 +16,7 @@ text = st.lists(st.sampled_from([
 
 
 @given(text | st.text(), st.booleans())
-def test_what_comes_out(line, numbers):
+def test_output_consists_of_words(line, numbers):
     for s in clean_text([line + ' '], numbers):
         assert re.fullmatch(r"[a-z']+( [a-z']+)*", s)
         assert not any(len(w) == 1 and w not in 'ia' for w in s.split())
@@ -64,7 +64,7 @@ def test_examples(raw, clean): assert clean_sentence(raw) == clean
     ('A 747 and two 747s weigh 1kg?', 'a seven hundred forty seven and two seven hundred forty sevens weigh one '
      'kilogram'),
 ])
-def test_numbers_as_people_say_them(raw, said): assert clean_sentence(raw, numbers=True) == said
+def test_numbers_are_written_as_spoken(raw, said): assert clean_sentence(raw, numbers=True) == said
 
 
 def test_sentences_left_out_are_counted():

@@ -60,7 +60,7 @@ def test_value_and_gradient_of_the_formula():
     np.testing.assert_allclose(found[:, 1], grad_b, atol=1e-6)
 
 
-def test_what_lies_beyond_the_end_counts_nothing():
+def test_frames_after_the_end_have_no_effect():
     torch.manual_seed(0)
     logits = torch.randn(4, 9, 5)
     frames = torch.tensor([6, 6, 9, 9])
@@ -72,7 +72,7 @@ def test_what_lies_beyond_the_end_counts_nothing():
     assert torch.equal(before, after.detach()) and (logits.grad[:2, 6:] == 0).all()
 
 
-def test_views_that_are_equal_have_no_loss_and_no_gradient(stores):
+def test_equal_views_have_no_loss_and_no_gradient(stores):
     "Without randomness, a step equals one without CR-CTC, whatever its weight."
     results = []
     for weight in (0, 5.):
@@ -124,7 +124,7 @@ def test_the_loss_is_the_mean_of_both_and_their_consistency(stores):
         torch.testing.assert_close(losses['loss'], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_per_label_is_pytorchs_mean(stores):
+def test_a_loss_per_label_equals_pytorchs_mean(stores):
     t = trainer(stores, ctc_reduction='label', **STILL)
     (part,), _ = t.loader(0)
     losses, = t.gradients([part])
@@ -164,7 +164,7 @@ def test_every_encoder_learns_from_two_views(name, tmp_path_factory):
     assert not torch.equal(list(t.model.parameters())[-1], before[-1])
 
 
-class Shaken(Augment):
+class ScaledViews(Augment):
     "Views that differ by numbers that depend only on the content of the row, wherever it is computed."
     def apply(self, x, n_bins, cut, generator):
         sign = torch.tensor([1., -1.]).repeat(len(x) // 2).view(-1, 1, 1)
@@ -172,17 +172,17 @@ class Shaken(Augment):
 
 
 def losses_and_weights(stores, backend, **kw):
-    """Losses of twelve steps of ScaledAdam with the views of `Shaken`, of which the last two are clipped, and the
+    """Losses of twelve steps of ScaledAdam with the views of `ScaledViews`, of which the last two are clipped, and the
     weights."""
     recipe = dict(precision='float32', cr_ctc=.2, optimizer='scaled_adam', lr_scheduler_type='step', lr_max=.03)
     t = Trainer(*stores, config(**recipe | STILL | kw), backend)
-    t.augment = Shaken(t.cfg.augment, 0)
+    t.augment = ScaledViews(t.cfg.augment, 0)
     results = [t.train_step(*t.loader(i)) for i in range(12)]
     means = [[float(np.mean(x)) for x in (r.losses, r.terms['consistency'])] for r in results]
     return np.array(means), {k: v.flatten().tolist() for k, v in t.model.state_dict().items()}
 
 
-def test_a_batch_in_parts_is_the_whole_one(stores):
+def test_a_batch_in_parts_equals_the_whole_batch(stores):
     cpu = SingleDevice(pick_torch('cpu', 'float32'))
     whole, parts = (losses_and_weights(stores, cpu, accumulate=n) for n in (1, 3))
     assert whole[0][:, 1].min() > 1e-3, 'the views agree, so that this proves nothing'

@@ -87,7 +87,7 @@ def test_edges(targets, frames, n_labels, zero_infinity, reduction):
                 reduction=reduction, zero_infinity=zero_infinity)
 
 
-def test_no_way_at_all():
+def test_without_any_alignment():
     nothing = torch.full((4, 2, 3), -torch.inf, dtype=torch.float64)
     args = torch.tensor([[1], [1]]), torch.tensor([4, 4]), torch.tensor([1, 0])
     assert_same(nothing, *args, 0, reduction='none')
@@ -109,7 +109,7 @@ def test_official_size():
     assert loss.dtype == grad.dtype == torch.float32
 
 
-def test_a_sure_model_loses_nothing():
+def test_a_certain_model_has_no_loss():
     "Alternatives of probability e^−1000 in each of a thousand frames are representable only as logarithms."
     targets = torch.tensor([[1, 2, 1, 2]])
     log_probs = torch.full((1000, 1, 3), -1000.)
@@ -173,7 +173,7 @@ def test_autocast_changes_nothing():
 
 @settings(max_examples=50, deadline=None)
 @given(problems())
-def test_ways_to_say_the_same(problem):
+def test_equivalent_arguments(problem):
     "Padded or concatenated targets, int32 or int64, lengths as tensors, lists or tuples."
     log_probs, targets, frames, n_labels, blank = problem
     want = ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none')

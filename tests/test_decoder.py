@@ -138,7 +138,7 @@ def texts_held(search, words):
 
 @settings(max_examples=60, deadline=None)
 @given(posteriors, lexicons, st.sampled_from([2, 5, 20, 5000]), st.integers(2, 6))
-def test_as_many_as_the_beam_holds(tmp_path_factory, log_probs, lexicon, beam, nbest):
+def test_length_of_the_list(tmp_path_factory, log_probs, lexicon, beam, nbest):
     "The list has the requested length if the frames and the final hypotheses contain enough sentences."
     folder = tmp_path_factory.getbasetemp()/'as_many'
     folder.mkdir(exist_ok=True)
@@ -276,7 +276,7 @@ def test_beam_width(lm):
     assert max(totals) == pytest.approx(totals[-1], abs=1e-9) and totals[0] < totals[-1]
 
 
-def test_clear_frames_have_a_list_too(lm):
+def test_clear_frames_also_have_a_list(lm):
     """If the threshold leaves fewer sentences than requested, the list is completed, also in streams. A wide search
     without a threshold finds the same best sentence."""
     n_left = []
@@ -317,7 +317,7 @@ def test_streams_equal_the_offline_result(lm):
     with pytest.raises(ValueError, match='finished'): one_by_one.finish()
 
 
-def test_forgotten_streams(lm):
+def test_unfinished_streams(lm):
     "The search of an unfinished stream returns to the decoder, unless the stream was interrupted."
     decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
     x = spoken(7, 1)
@@ -545,7 +545,7 @@ def alignments(a, b):
     return best[min(best)]
 
 
-def test_confidences_against_all_paths(lm):
+def test_confidences_agree_with_all_paths(lm):
     """If the list has every sentence, posteriors equal those of the sum over all paths. A word's confidence is the
     total posterior of the sentences that have it at its place in an alignment with the fewest edits."""
     lexicon = {'a': [['AA']], 'b': [['B']], 'c': [['K']]}

@@ -226,7 +226,7 @@ def test_precision_on_a_gpu(tmp_path):
     assert plan_torch(replace(old, gpus=()), 'cpu', 'float16').precision == 'float16'
 
 
-def test_what_pytorch_emulates_does_not_count(monkeypatch):
+def test_emulated_types_do_not_count(monkeypatch):
     "PyTorch reports that a T4 supports bfloat16, unless it is asked to exclude emulation."
     import torch
     t4 = SimpleNamespace(name='Tesla T4', total_memory=15 * 2**30, major=7, minor=5)
@@ -275,7 +275,7 @@ def test_errors(name, accelerator, precision, message, tmp_path):
     (dict(imported=frozenset({'tensorflow'})), 'TensorFlow is imported in this process'),
     (dict(variables={'PJRT_DEVICE': 'CPU', 'XLA_DOWNCAST_BF16': '1'}), 'XLA_DOWNCAST_BF16=1 makes torch_xla store'),
 ])
-def test_packages_that_do_not_do_for_xla(change, message, tmp_path):
+def test_packages_that_xla_cannot_use(change, message, tmp_path):
     d = simulate('PJRT on the processor', tmp_path)
     with pytest.raises(DeviceError) as e: plan_torch(replace(d, **change), 'xla')
     assert message in str(e.value)
@@ -369,7 +369,7 @@ def test_a_pod_is_found_by_its_name(tmp_path):
     assert tensorflow_address(d) == 'pod' and tensorflow_address(replace(d, variables={'TPU_NAME': 'pod'})) == 'local'
 
 
-def test_vfio_alone_is_no_tpu(tmp_path):
+def test_vfio_alone_is_not_a_tpu(tmp_path):
     "A machine that passes any other device to a program has the same kind of device file."
     assert find_tpu({}, machine(tmp_path, vfio=2, pci=[NETWORK_CARD, ('0x10de', '0x0063')])) is None
 
@@ -397,7 +397,7 @@ def test_pick_refuses_before_it_imports(monkeypatch):
     assert ('torch_xla' in sys.modules) == before
 
 
-def test_variables_that_say_nothing():
+def test_variables_without_information():
     assert seen_variables({'ISTPUVM': 'False', 'COLAB_TPU_1VM': ' ', 'XLA_USE_BF16': '0', 'PATH': '/bin'}) == {}
 
 
@@ -463,7 +463,7 @@ except DeviceError as e: print('ERROR', e)
 """
 
 
-def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
+def test_start_counts_devices_and_prevents_a_fallback_to_the_cpu(tmp_path):
     "A torch_xla that reports 4 devices: the runtime's number replaces the plan's (8, from the type)."
     import torch
     fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__='',
@@ -489,7 +489,7 @@ def test_start_that_fails(tmp_path):
     assert r.stdout.startswith('ERROR TPU_LIBRARY_PATH=/nowhere/libtpu.so is not a file'), r.stdout + r.stderr
 
 
-def test_auto_goes_on_without_a_tpu_that_does_not_start(tmp_path):
+def test_auto_continues_without_a_tpu_that_does_not_start(tmp_path):
     import torch
     fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0],
                  __init__="raise ImportError('the TPU is held by another process')")

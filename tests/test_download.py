@@ -62,7 +62,7 @@ def test_nothing_is_fetched_twice(lengths):
 
 
 @pytest.mark.parametrize('checksum, asked', [(None, None), (f'sha256:{sha256(CONTENT).hexdigest()}', 'bytes=4000-')])
-def test_without_a_tag_a_checksum_decides_whether_to_go_on(checksum, asked, server, tmp_path):
+def test_without_a_tag_a_checksum_decides_whether_to_continue(checksum, asked, server, tmp_path):
     server.has_tags = False
     server.files['/a'] = CONTENT
     server.cuts = [4000]
@@ -78,7 +78,7 @@ def test_a_server_without_ranges(server, tmp_path):
     assert len(server.requests) == 3
 
 
-def test_what_came_of_another_file_is_thrown_away(server, tmp_path):
+def test_parts_of_another_file_are_discarded(server, tmp_path):
     server.files['/a'] = CONTENT
     (tmp_path/'a.part').write_bytes(bytes(20_000))
     (tmp_path/'a.part.mark').write_text('"of another"')
@@ -196,7 +196,7 @@ def dryad(server, monkeypatch):
 def get(folder) -> tuple[int, str]: return b2t('data', 'get', '--source', 'dryad', '-o', folder)
 
 
-def test_wrong_passwords_are_one_line(dryad, monkeypatch, tmp_path):
+def test_errors_about_wrong_passwords_are_one_line(dryad, monkeypatch, tmp_path):
     code, message = get(tmp_path)
     assert code == 1 and 'set DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET' in message
     monkeypatch.setenv('DRYAD_CLIENT_ID', 'me')
@@ -226,7 +226,7 @@ def test_a_damaged_archive_is_discarded(dryad, monkeypatch, tmp_path):
     assert not any('neuralData' in address for address, *_ in dryad.requests)  # it exists already
 
 
-def test_room_is_asked_for_before_the_download(dryad, monkeypatch, tmp_path):
+def test_free_space_is_checked_before_the_download(dryad, monkeypatch, tmp_path):
     "Space is needed for the archives and for their contents, which are about a third larger."
     monkeypatch.setenv('DRYAD_TOKEN', 'good')
     archives = sum(len(content) for address, content in dryad.files.items() if address.startswith('/storage'))
@@ -243,7 +243,7 @@ def test_room_is_asked_for_before_the_download(dryad, monkeypatch, tmp_path):
     (None, 'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings', []), # Kaggle's message
     ('#!/bin/sh\necho half > "$6/brain-to-text-25.zip"\nexit 1\n', 'failed with exit code', ['brain-to-text-25.zip'])],
     ids=['without a token', 'half of it'])
-def test_where_kaggle_gives_nothing_what_has_come_stays(program, message, left, monkeypatch, tmp_path):
+def test_files_received_before_an_error_of_kaggle_are_kept(program, message, left, monkeypatch, tmp_path):
     monkeypatch.setattr('shutil.disk_usage', lambda _: _Usage(10**11))
     for name in [n for n in os.environ if n.startswith('KAGGLE')]: monkeypatch.delenv(name)
     monkeypatch.setenv('HOME', str(tmp_path))

@@ -21,7 +21,7 @@ from encoders import (
     with_steps,
     write_toy,
 )
-from killed import ask_before_each_step, kill_behind_a_checkpoint
+from killed import ask_before_each_step, kill_after_a_checkpoint
 
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
@@ -123,7 +123,7 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     without_kill, result = trained(name)
     cfg = with_steps(config(name), result['step'])
     arguments = data, cfg, tmp_path, torch.get_num_threads()
-    kill_behind_a_checkpoint(train_in_a_copy, arguments, tmp_path/'last.pt', steps=50)
+    kill_after_a_checkpoint(train_in_a_copy, arguments, tmp_path/'last.pt', steps=50)
     step = load_file(tmp_path/'last.pt')['step']
     train(*open_toy(data), cfg, tmp_path, progress=False)
     again, never = (load_file(folder/'last.pt') for folder in (tmp_path, without_kill))
@@ -190,7 +190,7 @@ def test_two_processes(name, data, in_two_processes, tmp_path):
 
 
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
-def test_streams_where_it_is_causal(name, data, trained):
+def test_causal_encoders_stream(name, data, trained):
     "Bins in pieces of any length give the frames of the whole trial; an encoder that is not causal raises an error."
     model, cfg = load_model(trained(name)[0]/'best.pt')
     store, _ = open_toy(data)
@@ -206,7 +206,7 @@ def test_streams_where_it_is_causal(name, data, trained):
     np.testing.assert_allclose(streamed, whole.detach().numpy(), rtol=1e-4, atol=1e-4)
 
 
-def test_the_names_are_the_files():
+def test_names_equal_file_names():
     files = {p.stem for p in (Path(__file__).parent.parent/'b2t_kaggle'/'pytorch'/'models').glob('*.py')}
     assert set(NAMES) >= files - {'__init__', 'encoder'}
     assert {'gru', 'triple_gru'} <= set(NAMES)

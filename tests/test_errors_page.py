@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 def page(run): return explore.write_errors(run)
 
 
-def test_figures_are_those_of_the_run(run):
+def test_figures_agree_with_the_run(run):
     data, table = explore.error_data(run), run.table('val')
     assert [t['edits'] for t in data['trials']] == table.edits.tolist()
     assert [t['text'] for t in data['trials']] == table.hypothesis.tolist()
@@ -50,7 +50,7 @@ def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):
     assert page.stat().st_size + 1426*n_bytes < 5e6
 
 
-def test_text_of_a_trial_is_no_markup(run, monkeypatch):
+def test_text_of_a_trial_is_escaped(run, monkeypatch):
     data = explore.error_data(run)
     data['trials'][0]['text'] = '</script><b>x</b>'
     monkeypatch.setattr(explore, 'error_data', lambda *_: data)

@@ -113,7 +113,7 @@ def test_an_augmentation_changes_the_training_and_is_repeated(found):
     assert found['gain']['loss'] == found['again']['loss'] != found['without']['loss']
 
 
-def test_an_objective_of_its_own_and_its_weights(found):
+def test_a_custom_objective_and_its_weights(found):
     assert found['masked']['steps'] == 4 and found['masked']['val_loss'] < 10 # An error of features, not a CTC loss
     assert found['tuned']['steps'] == 4
 

@@ -23,7 +23,7 @@ def folders(tmp_path_factory):
 def load(folder, **kw): return load_lm(folder, device='cpu', local_files_only=True, **kw)
 
 
-def test_the_loss_is_that_of_scoring(folders):
+def test_the_loss_equals_that_of_scoring(folders):
     for kind in ('opt', 'gpt2'):
         model, tokenizer = load(folders[kind])
         sequences, given = token_sequences(tokenizer, TEXT, end=True)
@@ -119,7 +119,7 @@ def test_the_old_adapter_comes_back(folders, tmp_path, monkeypatch, error):
 
 
 @pytest.mark.parametrize('lr, damaged, step', [(1e-3, True, 1), (1e30, False, 2)])
-def test_a_loss_that_is_no_number_saves_nothing(folders, tmp_path, lr, damaged, step):
+def test_nothing_is_saved_if_the_loss_is_not_a_number(folders, tmp_path, lr, damaged, step):
     model, tokenizer = load(folders['opt'])
     if damaged: model.get_input_embeddings().weight.data[-1] = torch.nan
     message = f'the loss is .* in step {step} of 6; some models overflow in float16'
@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_saves_nothing(folders, tmp_path, lr, damaged, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tokenizer_of_another_model_is_noticed(folders, tmp_path):
+def test_a_tokenizer_of_another_model_is_detected(folders, tmp_path):
     other = 'a thousand other words besides those'
     _, many = load(tiny_lm(tmp_path/'lm', 'opt', [*TEXT, other], vocab_size=400))
     with pytest.raises(LanguageModelError, match='belongs to another model'):

@@ -95,7 +95,7 @@ def test_an_overflow_skips_one_step_and_halves_the_scale(stores):
     assert not torch.equal(t.model.out.weight, before['out.weight'])
 
 
-def test_a_run_in_two_parts_is_the_run_in_one(stores, tmp_path, capsys):
+def test_a_run_in_two_parts_equals_an_uninterrupted_one(stores, tmp_path, capsys):
     "Bitwise equal, including the scale and the skipped steps; the first scale is too large for this model."
     kw = dict(precision='float16', batches_per_val_step=6, lr_decay_steps=60, lr_decay_steps_day=60)
     once = train(*stores, config(num_training_batches=9, **kw), tmp_path/'once', progress=False)
@@ -115,7 +115,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(stores, tmp_path, capsys):
     assert capsys.readouterr().out.count(summary) == 2
 
 
-def test_a_checkpoint_without_a_scale_goes_on(stores, tmp_path):
+def test_a_checkpoint_without_a_scale_continues(stores, tmp_path):
     "For example a checkpoint from before float16 was supported, or of another precision."
     kw = dict(batches_per_val_step=100)
     train(*stores, config(num_training_batches=2, precision='float32', **kw), tmp_path, progress=False)
@@ -130,7 +130,7 @@ def test_a_checkpoint_without_a_scale_goes_on(stores, tmp_path):
 
 
 @pytest.mark.parametrize('value', [math.inf, math.nan])
-def test_a_bad_trial_is_no_overflow(stores, value):
+def test_a_bad_trial_is_not_an_overflow(stores, value):
     t = trainer(stores, scale=2.**10)
     before = everything(t)
     parts, days = t.loader(0)

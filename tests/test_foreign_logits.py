@@ -109,7 +109,7 @@ def test_a_pipe_is_not_read(tmp_path):
         with pytest.raises(LogitError, match='found a pipe, socket or device'): read_trials(path)
 
 
-def test_another_order_of_the_classes_is_told_without_labels(data):
+def test_another_order_of_the_classes_is_detected_without_labels(data):
     test = TrialStore.open(data/'test.arrow')
     with pytest.warns(UserWarning, match='in the order blank-last .*--classes changes the order'):
         import_logits(data/'test.pkl', test.index, data/'given_test.arrow')

@@ -207,7 +207,7 @@ def assert_same(found, expected, both):
 @pytest.mark.parametrize('kind, beam, every, n_frames, capitals, end', [
     ('opt', 10_000, 2, 6, True, True), ('opt', 25, 4, 13, True, True), ('gpt2', 35, 1, 13, True, False),
     ('llama', 25, 3, 13, False, True), ('qwen2', 40, 6, 13, True, False)])
-def test_equal_to_the_plain_definition(lms, ngram, kind, beam, every, n_frames, capitals, end):
+def test_equals_the_plain_definition(lms, ngram, kind, beam, every, n_frames, capitals, end):
     "After each frame the hypotheses and scores are the same, and finally the sentences."
     decoder = decoder_of(ngram, fusion_of(lms[kind], every, capitals=capitals, end=end), beam)
     plain = PlainSearch(ngram, PlainLLM(*lms[kind], capitals), beam, every)
@@ -299,7 +299,7 @@ def ancestors(tree, h):
         h = int(tree.parent[h])
 
 
-def test_homophones_and_capitals_are_the_models_choice(ngram):
+def test_the_model_chooses_homophones_and_capitals(ngram):
     "Among homophones, the model's preference wins; a capitalised form maps to the lexicon's word."
     class Likes:
         every = 2
@@ -311,7 +311,7 @@ def test_homophones_and_capitals_are_the_models_choice(ngram):
     for word in ('two', 'too', 'to'): assert decoder_of(ngram, Likes(word)).decode(x)[0].text.split()[1] == word
 
 
-def test_models_that_cannot(tmp_path, lms, ngram):
+def test_unsupported_models(tmp_path, lms, ngram):
     for kind, reason in (('gemma2', 'transforms its logits'), ('bloom', 'cannot compute prefix trees')):
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
@@ -349,7 +349,7 @@ def test_defaults_are_those_of_the_configuration():
     assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | of_model
 
 
-def test_a_search_without_a_fusion_holds_none(ngram):
+def test_a_search_without_a_fusion(ngram):
     decoder = LexiconBeamDecoder(LEXICON, ngram)
     search = decoder.take_search()
     assert isinstance(search, Search) and not isinstance(search.scorer, HistoryScorer)

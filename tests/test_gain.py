@@ -31,7 +31,7 @@ LLM_ALONE = {'rescore.tune': False, 'rescore.alpha': 1, 'rescore.acoustic_scale'
 
 
 @pytest.fixture(scope='module')
-def heard(tmp_path_factory):
+def noisy_run(tmp_path_factory):
     "A run with noisy log-probabilities of the spoken sentences, and a random language model."
     tmp = tmp_path_factory.mktemp('gain')
     with stages_here():
@@ -45,11 +45,11 @@ def heard(tmp_path_factory):
 
 
 @pytest.fixture
-def variant(heard, tmp_path):
+def variant(noisy_run, tmp_path):
     "A function that copies the run, changes values, and executes it."
     def made(folder, values):
-        shutil.copytree(heard[0].dir, tmp_path/folder/'plain')
-        run = Run(tmp_path/folder/'plain', heard[0].work, values)
+        shutil.copytree(noisy_run[0].dir, tmp_path/folder/'plain')
+        run = Run(tmp_path/folder/'plain', noisy_run[0].work, values)
         with stages_here(): run_stages(run)
         return run
     return made
@@ -122,9 +122,9 @@ def check_figures(run, stage, kept):
     return figures
 
 
-def test_rescoring_is_kept_where_it_helps(heard, variant, monkeypatch):
+def test_rescoring_is_kept_if_it_helps(noisy_run, variant, monkeypatch):
     "A random LLM alone makes sentences worse, so all lists are unchanged. An oracle's lists are those of `always`."
-    run, lm = heard
+    run, lm = noisy_run
     hurt = variant('hurt', LLM_ALONE | {'rescore.llm': str(lm)})
     figures = check_figures(hurt, 'rescore', kept=False)
     assert figures['after'] > figures['before'] == pytest.approx(wer_of_lists(run, 'decode'))
@@ -143,9 +143,9 @@ def test_rescoring_is_kept_where_it_helps(heard, variant, monkeypatch):
     assert '; cross-validated</span>' in (helped.dir/'report.html').read_text()
 
 
-def test_an_llm_that_fails_late_leaves_the_sentences_of_the_search(heard, variant, monkeypatch, capsys):
+def test_an_llm_that_fails_late_leaves_the_sentences_of_the_search(noisy_run, variant, monkeypatch, capsys):
     "The sentences of the search are submitted, the failure is reported, and the next run tries again."
-    run, lm = heard
+    run, lm = noisy_run
     def fails(*args, **options): raise RuntimeError('CUDA out of memory')
     with monkeypatch.context() as m:
         m.setattr('b2t_kaggle.lm.causal.score_sentences', fails)
@@ -161,10 +161,10 @@ def test_an_llm_that_fails_late_leaves_the_sentences_of_the_search(heard, varian
     assert StageRun(again, 'rescore').stamp['finished']
 
 
-def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch):
+def test_an_llm_in_the_search_is_kept_if_it_helps(noisy_run, variant, monkeypatch):
     """If the LLM does not help, lists are those of a run without it, and opened decoders have no LLM. With weight 0
     there is no LLM, and nothing to compare."""
-    run, lm = heard
+    run, lm = noisy_run
     hurt = variant('hurt', {'decode.llm': str(lm), 'decode.llm_weight': 9})
     figures = check_figures(hurt, 'decode', kept=False)
     assert figures['after'] > figures['before'] == pytest.approx(wer_of_lists(run, 'decode'))
@@ -183,9 +183,9 @@ def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch
     assert figures['after'] < figures['before'] and lists(helped, 'decode') == lists(always, 'decode')
 
 
-def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
+def test_a_combination_is_kept_if_it_helps(noisy_run, variant, tmp_path):
     "Five voters that are always wrong outvote the run; a voter that knows val does not."
-    run, _ = heard
+    run, _ = noisy_run
     def write(name, split, sentence):
         "Write hypotheses of a system that always gives the same sentence, or on val the reference."
         trials = read_hypotheses(run.hypotheses(split)).trials
@@ -203,9 +203,9 @@ def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
     figures = check_figures(good, 'combine', kept=True)
 
 
-def test_a_run_of_the_same_name_is_a_system_of_its_own(heard, variant, tmp_path):
+def test_a_run_of_the_same_name_is_a_separate_system(noisy_run, variant, tmp_path):
     "Every run computed on Kaggle is called run."
-    run, _ = heard
+    run, _ = noisy_run
     other = Run(tmp_path/'input'/'plain', run.work, {'infer.logits': run.cfg.infer.logits})
     for split in ('val', 'test'):
         own = read_hypotheses(run.hypotheses(split))

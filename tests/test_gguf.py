@@ -23,7 +23,7 @@ def model(tmp_path): return tiny_gguf(tmp_path/'tiny.gguf', TEXT, tmp_path/'save
 def scores(*args, **kw): return score_sentences(*load_lm(*args, device='cpu', **kw), TEXT).tolist()
 
 
-def test_every_form_has_the_scores_of_the_model_that_it_was_made_of(tmp_path, model):
+def test_every_form_has_the_scores_of_its_model(tmp_path, model):
     expected = scores(tmp_path/'saved')
     (tmp_path/'folder').mkdir()
     shutil.copy(model, tmp_path/'folder')
@@ -47,7 +47,7 @@ def test_a_folder_holds_one_model(tmp_path, model):
     with pytest.raises(LanguageModelError, match='other.gguf: expected GGUF'): load_lm(other, device='cpu')
 
 
-def test_an_adapter_stands_for_the_model_that_it_was_trained_for(tmp_path, model):
+def test_an_adapter_loads_the_model_that_it_was_trained_for(tmp_path, model):
     "Train two adapters in sequence with the command; each adapter is loaded by its folder alone."
     (tmp_path/'text').write_text('\n'.join(TEXT))
     def finetune(*args):
@@ -67,7 +67,7 @@ def test_an_adapter_stands_for_the_model_that_it_was_trained_for(tmp_path, model
         load_lm(trained[1], device='cpu')
 
 
-def test_the_content_of_a_file_counts_and_not_where_it_lies(tmp_path, model):
+def test_the_content_of_a_file_counts_and_not_its_path(tmp_path, model):
     def key(path):
         cfg = with_overrides(Config(), {'rescore.llm': path})
         return Run(tmp_path/'run', cfg=cfg, save=False).key('rescore')

@@ -61,7 +61,7 @@ def test_a_new_field_that_is_used_counts(tmp_path, later, key, value):
     assert statuses['pack'] == 'done' and statuses['train'] == 'inputs or parameters changed'
 
 
-def test_another_version_trains_on_from_the_checkpoint(tmp_path, monkeypatch):
+def test_another_version_continues_from_the_checkpoint(tmp_path, monkeypatch):
     "All stages are repeated, as results may differ, but the model is not set aside and data are not simulated again."
     finish_all(tmp_path)
     before = {name: Run(tmp_path/'run', tmp_path).fingerprint(name) for name in plan(preset('demo'))}

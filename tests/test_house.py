@@ -76,7 +76,7 @@ def halves(trees):
     return {name for name in private if bases.count(name) == 1 and used.count(name) == 1}
 
 
-def test_no_private_class_is_half_of_another_one():
+def test_no_private_class_is_half_of_another():
     assert halves(TREES) <= HALVES_THAT_STAY.keys(), 'merge it into the class, or find what each does by itself'
 
 

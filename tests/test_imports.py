@@ -84,8 +84,8 @@ def test_neither_tensorflow_nor_torch_xla_nor_kenlm_is_needed():
 
 
 def test_the_configuration_needs_no_tables():
-    rooms = ('b2t_kaggle.config', 'b2t_kaggle.core.reading')
-    errors, loaded = load([m for m in MODULES if m.startswith(rooms)], watched=['pandas', 'pyarrow', 'h5py', 'numba'])
+    top = ('b2t_kaggle.config', 'b2t_kaggle.core.reading')
+    errors, loaded = load([m for m in MODULES if m.startswith(top)], watched=['pandas', 'pyarrow', 'h5py', 'numba'])
     assert errors == {} and loaded == []
 
 
@@ -128,12 +128,12 @@ print(decoder.decode_all([x, x], progress=False)[1][0].text, '|', stream.finish(
     assert (r.returncode, r.stdout) == (0, 'i see | i see\n'), r.stderr
 
 
-def test_the_decoder_brings_no_tables_and_no_framework():
+def test_the_decoder_loads_no_tables_and_no_framework():
     watched = ['pandas', 'pyarrow', 'tqdm', 'torch', 'tensorflow', 'transformers', 'pydantic', 'h5py']
     assert load(['b2t_kaggle.decoding.decoder', 'b2t_kaggle.decoding.streaming'], watched=watched) == [{}, []]
 
 
-def test_rooms_of_tensorflow_say_what_to_install():
+def test_tensorflow_packages_say_what_to_install():
     errors, loaded = load(TENSORFLOW, ['tensorflow', 'keras'], ['tensorflow', 'keras'])
     assert loaded == [] and list(errors) == TENSORFLOW
     assert {m: e for m, e in errors.items() if 'pip install b2t_kaggle[tf]' not in e} == {}
@@ -148,12 +148,12 @@ def test_the_command_says_in_one_line_what_to_install(tmp_path):
     assert len(r.stderr.splitlines()) == 1 and not (tmp_path/'best.pt').exists()
 
 
-def test_rooms_of_pytorch_bring_no_tensorflow():
+def test_pytorch_packages_do_not_load_tensorflow():
     errors, loaded = load(PYTORCH, watched=['torch', 'tensorflow', 'keras', 'torch_xla'])
     assert errors == {} and loaded == ['torch']
 
 
-def test_rooms_of_tensorflow_bring_no_pytorch():
+def test_tensorflow_packages_do_not_load_pytorch():
     pytest.importorskip('tensorflow')
     errors, loaded = load(TENSORFLOW, ['torch', 'kenlm'], ['torch', 'torch_xla', 'tensorflow'])
     assert errors == {} and loaded == ['tensorflow']
@@ -161,9 +161,9 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 
 # Which module imports which, read from the source, so that imports inside functions are included even if no test runs
 # them. From top to bottom: a module imports from its own package and from those below
-FLOORS = ('cli', 'kaggle', 'pipeline', 'rescoring', 'pytorch', 'tensorflow', 'decoding', 'lm', 'training', 'data',
+LAYERS = ('cli', 'kaggle', 'pipeline', 'rescoring', 'pytorch', 'tensorflow', 'decoding', 'lm', 'training', 'data',
           'logits', 'metrics', 'config', 'devices', 'core', 'phonemes')
-FLOOR = {room: i for i, room in enumerate(FLOORS)}
+LAYER = {layer: i for i, layer in enumerate(LAYERS)}
 
 
 @cache
@@ -202,13 +202,13 @@ def import_graph():
     return graph
 
 
-def room_of(module): return module.split('.')[0]
+def layer_of(module): return module.split('.')[0]
 
 
 def is_upward(module, target):
     "Whether an import goes up, or from one framework to the other."
-    if {room_of(module), room_of(target)} == {'pytorch', 'tensorflow'}: return True
-    return FLOOR[room_of(target)] < FLOOR[room_of(module)]
+    if {layer_of(module), layer_of(target)} == {'pytorch', 'tensorflow'}: return True
+    return LAYER[layer_of(target)] < LAYER[layer_of(module)]
 
 
 def find_circle(graph):
@@ -224,15 +224,15 @@ def find_circle(graph):
     return next(filter(None, (visit(module, []) for module in graph)), [])
 
 
-def test_the_source_tells_all_imports():
+def test_all_imports_are_read_from_the_source():
     graph = import_graph()
     assert 'devices.machine' in graph['devices.torch'] and 'phonemes' in graph['core.ctc']
     assert 'lm.causal' in graph['pipeline.decoder'] # inside a function
     assert not graph['core.messages']
 
 
-def test_every_module_is_on_a_floor():
-    assert {room_of(module) for module in import_graph()} <= set(FLOOR)
+def test_every_module_is_in_a_layer():
+    assert {layer_of(module) for module in import_graph()} <= set(LAYER)
 
 
 def test_imports_point_downward_only():
@@ -251,14 +251,14 @@ def test_circles_are_found():
     assert find_circle({'a': {'b', 'c'}, 'b': {'c'}, 'c': set()}) == []
 
 
-@pytest.mark.parametrize('room, other', [('tensorflow', 'pytorch'), ('pytorch', 'tensorflow')])
-def test_no_room_imports_the_other_even_inside_a_function(room, other):
-    for module in [m for m in MODULES if m.startswith(f'b2t_kaggle.{room}.')]:
+@pytest.mark.parametrize('layer, other', [('tensorflow', 'pytorch'), ('pytorch', 'tensorflow')])
+def test_frameworks_do_not_import_each_other_even_inside_functions(layer, other):
+    for module in [m for m in MODULES if m.startswith(f'b2t_kaggle.{layer}.')]:
         names = [n for n in imported(module) if module_of(n) or n.split('.')[0] in ('torch', 'tensorflow', 'keras')]
-        forbidden = {'tensorflow': {'pytorch', 'torch'}, 'pytorch': {'tensorflow', 'keras'}}[room]
+        forbidden = {'tensorflow': {'pytorch', 'torch'}, 'pytorch': {'tensorflow', 'keras'}}[layer]
         for name in names:
-            rooms = name.removeprefix('b2t_kaggle.').split('.')[0]
-            assert rooms not in forbidden and f'devices.{other.removeprefix("py")}' not in name, module
+            top = name.removeprefix('b2t_kaggle.').split('.')[0]
+            assert top not in forbidden and f'devices.{other.removeprefix("py")}' not in name, module
 
 
 # A name with an underscore is private to its package, however it is imported or reached through a module
@@ -270,7 +270,7 @@ def private_imports(graph_of_names):
     for module, names in graph_of_names.items():
         for name in names:
             other, _, last = name.rpartition('.')
-            if last.startswith('_') and not last.endswith('__') and room_of(other) != room_of(module):
+            if last.startswith('_') and not last.endswith('__') and layer_of(other) != layer_of(module):
                 yield module, other, last
 
 
@@ -294,11 +294,11 @@ def names_of_ours():
     return found
 
 
-def test_no_private_name_is_imported_from_another_room():
+def test_no_private_name_is_imported_from_another_package():
     assert sorted(private_imports(names_of_ours())) == []
 
 
-def test_a_private_name_of_another_room_is_found():
+def test_a_private_name_of_another_package_is_found():
     code = 'from ..lm import causal\nfrom ..lm.causal import _b, c\nfrom . import own\nown._e, c.d, causal._f'
     found = names_reached(code, 'b2t_kaggle.rescoring')
     ours = {'rescoring.online': [n.removeprefix('b2t_kaggle.') for n in sorted(found)]}
@@ -360,9 +360,9 @@ def test_a_notebook_finds_the_helpers_of_the_tests_from_its_own_folder():
     assert found and all(folder.resolve() == ROOT/'tests' for folder in found)
 
 
-def test_the_root_has_few_doors():
-    doors = {path.stem for path in (ROOT/'b2t_kaggle').iterdir() if path.suffix in ('', '.py')} - {'__pycache__'}
-    assert len(doors - {'_modidx'}) <= 17
+def test_the_package_has_few_modules_at_its_top():
+    entries = {path.stem for path in (ROOT/'b2t_kaggle').iterdir() if path.suffix in ('', '.py')} - {'__pycache__'}
+    assert len(entries - {'_modidx'}) <= 17
 
 
 # Public names of the package: `from b2t_kaggle import …`
@@ -374,13 +374,13 @@ def test_the_package_loads_nothing_by_itself():
     assert errors == {} and loaded == []
 
 
-def test_importing_the_package_takes_no_time():
+def test_importing_the_package_loads_few_modules():
     "It loads only itself, `typing`, and the imports of `typing`."
     def loaded(name): return set(process(f'import sys, {name}; print(*sys.modules)').stdout.split())
     assert loaded('b2t_kaggle') - loaded('typing') == {'b2t_kaggle'}
 
 
-def test_names_of_the_front_door_need_no_framework():
+def test_public_names_need_no_framework():
     code = HIDE + 'import b2t_kaggle\nprint([callable(getattr(b2t_kaggle, name)) for name in b2t_kaggle.__all__])'
     r = process(code, ['torch', 'tensorflow', 'keras', 'transformers'])
     assert r.returncode == 0, r.stderr
@@ -388,12 +388,12 @@ def test_names_of_the_front_door_need_no_framework():
 
 
 @pytest.mark.parametrize('name', b2t_kaggle.__all__)
-def test_a_name_of_the_front_door_is_that_of_its_module(name):
+def test_a_public_name_equals_that_of_its_module(name):
     value = getattr(b2t_kaggle, name)
     assert value is getattr(sys.modules[value.__module__], name) and value.__doc__
 
 
-def test_type_checkers_see_the_names_of_the_front_door():
+def test_type_checkers_see_the_public_names():
     "The names in the stub file are the existing names, from the same modules."
     stub = ast.parse((ROOT/'b2t_kaggle'/'__init__.pyi').read_text()).body
     names = {alias.asname: node.module for node in stub if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -401,7 +401,7 @@ def test_type_checkers_see_the_names_of_the_front_door():
     assert sorted(names) == sorted(b2t_kaggle.__all__) and (ROOT/'b2t_kaggle'/'py.typed').exists()
 
 
-def test_names_that_the_front_door_does_not_have():
+def test_errors_about_unknown_public_names():
     with pytest.raises(AttributeError, match="no attribute 'trian'. Did you mean train?"): b2t_kaggle.trian
     with pytest.raises(AttributeError, match="It has Config.* the rest is in its modules"):
         b2t_kaggle.zzz
@@ -410,13 +410,13 @@ def test_names_that_the_front_door_does_not_have():
     assert not hasattr(b2t_kaggle, '__wrapped__')
 
 
-def test_modules_of_the_front_door_are_imported_when_they_are_used():
+def test_public_modules_are_imported_when_they_are_used():
     code = "import sys, b2t_kaggle\nassert 'b2t_kaggle.metrics' not in sys.modules\n"
     code += "print(b2t_kaggle.metrics.word_error_rate(['a b'], ['a']), b2t_kaggle.phonemes.BLANK)"
     assert process(code).stdout == '0.5 0\n'
 
 
-def test_dir_and_help_show_the_front_door():
+def test_dir_and_help_show_the_public_names():
     code = 'import b2t_kaggle; print(*dir(b2t_kaggle)); help(b2t_kaggle)'
     names, _, text = process(code).stdout.partition('\n')
     assert set(b2t_kaggle.__all__) <= set(names.split()) and '__version__' in names and '_TYPE_CHECKING' not in names
@@ -424,13 +424,13 @@ def test_dir_and_help_show_the_front_door():
         assert words in text, words
 
 
-def test_modules_of_the_kit_do_not_use_its_front_door():
+def test_modules_of_the_kit_do_not_import_public_names_from_the_package():
     for module in MODULES:
         names = {n.removeprefix('b2t_kaggle.') for n in imported(module) if n.startswith('b2t_kaggle.')}
         assert not names & set(b2t_kaggle.__all__), f'{module}: import from the module where the name is'
 
 
-def test_the_front_door_is_enough_for_a_submission(tmp_path):
+def test_public_names_are_enough_for_a_submission(tmp_path):
     "The program in the package's description, on a small simulation."
     code = """
 from b2t_kaggle import *

@@ -113,7 +113,7 @@ def srilm_pruned(path, out, every):
     return out
 
 
-def test_suffixes_that_others_pruned_are_added(tmp_path):
+def test_suffixes_that_other_programs_pruned_are_added(tmp_path):
     "They get the probabilities that KenLM finds by backing off; if KenLM refuses a model, the error says what to do."
     path = build_ngram(TEXT, tmp_path/'lm.arpa', order=3)
     holes = srilm_pruned(path, tmp_path/'holes.arpa', 4)
@@ -149,7 +149,7 @@ def test_capitals_and_lower_case_are_interpolated(tmp_path):
     for s in TEXT[:20]: assert mixed.score(s) == pytest.approx(lm.score(s), abs=1e-3)
 
 
-def test_pruning_by_nothing_changes_nothing(tmp_path):
+def test_pruning_with_a_threshold_of_zero_changes_nothing(tmp_path):
     path = prune_ngram(build_ngram(TEXT, tmp_path/'lm.arpa', order=4), tmp_path/'pruned.arpa', 1e-3)
     a, b = NGram.load(path), NGram.load(prune_ngram(path, tmp_path/'again.arpa', 0))
     for s in TEXT: assert a.score(s) == pytest.approx(b.score(s), abs=1e-4)

@@ -25,7 +25,7 @@ WITHOUT_END = {'train.num_training_batches': 10**6, 'train.batches_per_save': 10
 
 
 @pytest.fixture(autouse=True)
-def hang_up_is_heard():
+def default_hang_up_signal():
     "SIGHUP ends processes, unlike under `nohup`, whose processes and their children ignore it."
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -183,7 +183,7 @@ KERNEL, TORCHRUN, WORKER = 'ipykernel.kernelapp', 'torch.distributed.run', 'work
 
 @pytest.mark.parametrize(('importing', 'killed'), [
     (KERNEL, 'the command'), (TORCHRUN, 'its parent'), (WORKER, 'its parent'), (WORKER, 'the command')])
-def test_nobody_outlives_what_started_it(packed, tmp_path, importing, killed):
+def test_no_process_outlives_its_parent(packed, tmp_path, importing, killed):
     "A process is killed while a process that it started is still importing modules."
     env = os.environ | {'B2T_TEST_RUN': str(tmp_path)}
     null = subprocess.DEVNULL

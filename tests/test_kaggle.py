@@ -61,7 +61,7 @@ def test_neither_wheels_nor_the_internet(tmp_path):
     assert 'attach a dataset with wheels for Python 3.' in done.stderr
 
 
-def test_tensorflow_brings_no_tensorboard_along(tmp_path):
+def test_tensorflow_does_not_install_tensorboard(tmp_path):
     "So the notebook asks for TensorBoard."
     absent = ('b2t_kaggle.config', 'tensorboard')
     parameters = json.dumps(dict(framework='tensorflow'))
@@ -92,7 +92,7 @@ def test_without_the_kit_it_says_what_to_attach(contents, tmp_path):
     for i in range(len(contents)): assert f'{tmp_path}/input/{i}/b2t_kaggle-0.1.0-py3-none-any.whl' in done.stderr
 
 
-def test_the_same_wheel_twice_and_behind_links(tmp_path):
+def test_the_same_wheel_twice_and_through_links(tmp_path):
     "As with folders for two images, or one folder at the end of two paths; a link back to the inputs is not followed."
     (tmp_path/'input').mkdir()
     for name in ('gpu', 'tpu'):
@@ -107,7 +107,7 @@ def test_the_same_wheel_twice_and_behind_links(tmp_path):
     assert calls_of_pip[1][-3:] == [*(f'--find-links={folder}' for folder in folders), 'rapidfuzz']
 
 
-def test_what_must_stand_in_all_notebooks_is_the_same():
+def test_all_notebooks_start_with_the_same_cell():
     def start_cell(notebook):
         cells = [''.join(cell['source']) for cell in json.loads((NOTEBOOKS/notebook).read_text())['cells']]
         cell, = [cell for cell in cells if 'settings.ini' in cell]
@@ -129,7 +129,7 @@ print(b2t_kaggle.__file__)
 
 
 @pytest.mark.parametrize('is_whole', [True, False])
-def test_a_checkout_in_the_working_folder_does_not_pass_for_the_kit(is_whole, tmp_path):
+def test_a_checkout_in_the_working_folder_is_not_mistaken_for_the_kit(is_whole, tmp_path):
     "Python takes its folder for a package without modules, but the notebook uses it as a checkout."
     kit = tmp_path/'b2t_kaggle'/'b2t_kaggle'
     kit.mkdir(parents=True)

@@ -107,7 +107,7 @@ def test_a_submission(image, layout, tmp_path):
     assert f'unused:      {paths["dataset"]}/whisper' in done.stdout
 
 
-def test_a_training_that_goes_on(tmp_path):
+def test_a_continued_training(tmp_path):
     "On a TPU's image, which lacks most packages; it prints the first batch, so that users notice an older output."
     paths = attach_everything(tmp_path, 'old')
     done, asked = start(tmp_path, 'tpu', 'train', accelerator='cpu')
@@ -117,7 +117,7 @@ def test_a_training_that_goes_on(tmp_path):
     assert done.stdout.splitlines()[-1] == 'continues after batch 40,000 of 120,000'
 
 
-def test_all_that_is_missing_without_wheels(tmp_path):
+def test_missing_packages_without_wheels(tmp_path):
     "Pip has no internet, so the error names the packages, although this Python has none of them."
     done, _ = start(tmp_path, 'tpu', 'submit')
     for words in ('This notebook cannot start', '- the recordings: not attached', '- a model: none is attached',

@@ -199,7 +199,7 @@ def test_an_image_with_another_python(kaggle, b2t):
 
 
 @pytest.mark.parametrize('fault', [DROP, LATE, HALF, (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
-def test_a_fault_that_passes_makes_no_difference(fault, kaggle, b2t):
+def test_a_temporary_fault_makes_no_difference(fault, kaggle, b2t):
     "Each kind of request fails once."
     kaggle.fault = lambda name, n: fault if n == 1 else None
     status, output = b2t(*LINE)
@@ -233,7 +233,7 @@ QUOTA = {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'}
     ('file', HALF, 'Run the same command again later'),
     ('StartSubmissionUpload', (403, 'Accept the rules'), 'Accept the rules'),
 ])
-def test_a_fault_that_stays_is_told_and_the_same_line_goes_on(request_, fault, message, kaggle, b2t):
+def test_a_permanent_fault_is_reported_and_the_same_command_continues(request_, fault, message, kaggle, b2t):
     kaggle.fault = lambda name, n: fault if name == request_ else None
     status, output = b2t(*LINE)
     assert status == 1 and message in output, output
@@ -304,7 +304,7 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[2], SHORT, 'found 1 rows, expected 2'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),
 ])
-def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
+def test_an_incomplete_output(name, files, message, kaggle, b2t):
     "It is not used, and the notebook has to run again."
     kaggle.files[name] = files or {'__notebook__.ipynb': '{}'}
     status, output = b2t(*LINE)
@@ -387,7 +387,7 @@ def test_a_csv_that_kaggle_refuses_after_the_upload(kaggle, b2t):
     assert [s['status'] for s in kaggle.submissions] == ['ERROR', 'COMPLETE']
 
 
-def test_text_of_kaggle_cannot_steer_the_terminal(kaggle, b2t):
+def test_text_of_kaggle_cannot_control_the_terminal(kaggle, b2t):
     "Logs, comments and errors have no control characters."
     name, steer = PARTS[0], '\x1b]0;title\x07\x9b2J\x08\x1bc'
     kaggle.fate[name] = ['QUEUED', 'RUNNING', 'ERROR']
@@ -399,7 +399,7 @@ def test_text_of_kaggle_cannot_steer_the_terminal(kaggle, b2t):
     assert 'refused' in output and not [c for c in output if not (c.isprintable() or c in '\r\n')], output
 
 
-def test_a_dataset_that_is_not_there(kaggle, b2t):
+def test_a_missing_dataset(kaggle, b2t):
     "Kaggle would decode without it, and the CSV would be valid."
     line = (*LINE, '--lm', 'ada/my-lm', '--llm', LLM)
     for _ in range(2):
@@ -422,7 +422,7 @@ def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
     assert 'use another --id' in output
 
 
-def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch):
+def test_an_interrupted_command_says_that_the_notebook_continues(kaggle, b2t, monkeypatch):
     def interrupt(seconds):
         if PARTS[0] in kaggle.kernels: raise Ended(signal.SIGINT)
     monkeypatch.setattr('time.sleep', interrupt)
@@ -430,7 +430,7 @@ def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch)
     assert status == 130 and 'Pushed notebooks continue on Kaggle. Continue with:\n  ' in output, output
 
 
-def test_who_may_not(kaggle, b2t, monkeypatch):
+def test_users_without_permission(kaggle, b2t, monkeypatch):
     kaggle.has_joined = False
     status, output = b2t(*LINE)
     assert status == 1 and 'Accept the rules at https://www.kaggle.com/competitions/brain-to-text-25/rules' in output
@@ -493,7 +493,7 @@ def test_another_cycle_does_not_take_its_place(kaggle, b2t):
 
 
 @pytest.mark.parametrize('n_parts', [1, 2])
-def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
+def test_the_steps_by_hand_give_the_same_result(n_parts, kaggle, b2t, monkeypatch):
     "Each printed command is executed, with the client's commands by the client. Kaggle drops no input."
     from kaggle.cli import main as client
     kaggle.steps_of_a_part = BATCHES//n_parts
@@ -576,7 +576,7 @@ def end(b2t):
         runner.stdin.close()
 
 
-def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, end, tmp_path):
+def test_killed_after_an_answer_the_same_command_continues(kaggle, end, tmp_path):
     "After an answer of each kind, and after each push, the process is killed at once; the next one repeats no action."
     assert end() == 0
     counts = dict.fromkeys(kaggle.counts, 1) | {'SaveKernel': 3, 'upload': 3}
@@ -589,7 +589,7 @@ def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, end, tmp_path):
         assert_complete(kaggle)
 
 
-def test_killed_before_a_write_the_same_line_leaves_the_same_bytes(kaggle, end, tmp_path, request):
+def test_killed_before_a_write_the_same_command_leaves_the_same_bytes(kaggle, end, tmp_path, request):
     "Six writes in the folder of the cycle, or half of `--faults`."
     def content(): # papermill gives the parameters' cell a random id
         return {str(p.relative_to(tmp_path)): re.sub(rb'"id": "\w+"', b'', p.read_bytes())

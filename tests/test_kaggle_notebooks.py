@@ -65,7 +65,7 @@ def test_training_leaves_a_run_and_few_outputs(trained, environment):
     assert len(outputs_of(room/'out.ipynb')) < 60
 
 
-def test_a_run_of_kaggle_is_done_elsewhere_too(trained, tmp_path):
+def test_a_run_of_kaggle_is_also_done_elsewhere(trained, tmp_path):
     "With the same stamps: all stages are done, and no trials are packed for it."
     room = trained[0]
     run = Run(room/'working'/'run', tmp_path)
@@ -113,7 +113,7 @@ def test_several_runs_are_averaged(trained, models, environment, tmp_path):
     assert f'unused:      {models}/whisper' in text
 
 
-def test_what_is_missing_is_said_at_once(environment, tmp_path):
+def test_missing_inputs_are_reported_at_once(environment, tmp_path):
     status, text, error = execute('submit.ipynb', tmp_path, environment)
     assert status and not (tmp_path/'working').exists()
     for words in ('This notebook cannot start', '- the recordings: not attached', '- a model: none is attached'):

@@ -137,7 +137,7 @@ def test_a_dataset_with_a_subfolder_and_a_new_version_of_it(kaggle, b2t, tmp_pat
     assert request['datasetSlug'] == 'b2t-wheels' and request['body']['versionNotes'] == 'with the newest kit'
 
 
-def test_a_dataset_that_is_there_already(kaggle, b2t, tmp_path):
+def test_an_existing_dataset(kaggle, b2t, tmp_path):
     (tmp_path/'wheels').mkdir()
     (tmp_path/'wheels'/'kit.whl').touch()
     kaggle.answers['GetDatasetStatus'] = (200, {'status': 'READY'})
@@ -156,7 +156,7 @@ def lines_of(guide):
 
 @pytest.mark.parametrize('guide, name, shape', [('kaggle_gpu.ipynb', 'gpu', 'NvidiaTeslaT4'),
                                                 ('kaggle_tpu.ipynb', 'tpu', 'TpuV5E8')])
-def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_path, monkeypatch):
+def test_the_commands_of_a_guide_are_accepted(guide, name, shape, kaggle, b2t, tmp_path, monkeypatch):
     "The server accepts wheels, dataset, training, its continuation and submission, one after another."
     def write_wheels(image, folder, *args):
         folder.mkdir()
@@ -179,7 +179,7 @@ def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_pat
             ('ada/b2t-train', []), ('ada/b2t-train', ['ada/b2t-train']), ('ada/b2t-submit', ['ada/b2t-train'])]
 
 
-def test_the_last_line_of_the_guide_hands_in_the_csv(kaggle, b2t, tmp_path, monkeypatch):
+def test_the_last_command_of_the_guide_submits_the_csv(kaggle, b2t, tmp_path, monkeypatch):
     "Kaggle's client fetches the notebook's output, and sends the CSV to the competition."
     monkeypatch.chdir(tmp_path)
     csv = b'id,text\n0,hello\n'

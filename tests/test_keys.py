@@ -295,7 +295,7 @@ def test_each_key_makes_its_readers_stale(small, copy, inputs):
     assert not wrong
 
 
-def test_no_stage_reads_what_its_stamp_leaves_out(small, copy, inputs, tmp_path):
+def test_no_stage_reads_keys_that_its_stamp_omits(small, copy, inputs, tmp_path):
     "Changing any key that a stage's code reads changes the stage's key, except keys that change no result."
     run, _ = small
     logits, sentences = ([path(split) for split in ('val', 'test')] for path in (run.logits, run.hypotheses))

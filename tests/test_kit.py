@@ -37,7 +37,7 @@ def test_no_python(tmp_path):
     assert r.returncode == 2 and r.stderr.startswith('kit: Python 3.11') and 'apt-get install python3' in r.stderr
 
 
-def test_a_python_that_was_asked_for_and_does_not_serve(tmp_path):
+def test_a_requested_python_that_cannot_be_used(tmp_path):
     "No other Python is used instead."
     for python in ('python3', 'python3.9'):
         r = kit('run', path=tools(tmp_path/python, 'exit 1'), B2T_PYTHON=python)
@@ -45,7 +45,7 @@ def test_a_python_that_was_asked_for_and_does_not_serve(tmp_path):
 
 
 @pytest.mark.parametrize('version, taken', [(':', '/usr/bin/python3'), ('echo "(3, 99)"; exit', 'python3')])
-def test_of_two_pythons_of_one_version_that_of_the_distribution_is_taken(version, taken, tmp_path):
+def test_the_distributions_python_is_preferred_to_another_of_its_version(version, taken, tmp_path):
     own = '/usr/bin/python3'
     whole = 'import ensurepip, sys, sysconfig; open(sysconfig.get_path("include") + "/Python.h"); sys.exit(%s)'
     if subprocess.run([own, '-c', whole % 'not (3, 11) <= sys.version_info < (3, 14)'], capture_output=True).returncode:
@@ -96,7 +96,7 @@ esac"""
     (('run', '--data', '../x'), '-P -m b2t_kaggle.cli run --data ../x'), (('python', 'own.py'), 'own.py'),
 ], ids=lambda value: value[0] if isinstance(value, tuple) else '')
 @pytest.mark.parametrize('envs', ['absolute', '.pytest_cache/envs'])
-def test_paths_are_those_of_the_folder_in_which_the_kit_is_called(args, expected, envs, tmp_path, monkeypatch):
+def test_paths_are_relative_to_the_callers_folder(args, expected, envs, tmp_path, monkeypatch):
     "Messages name the command as it was called, and the checkout's own code is imported."
     (tmp_path/'caller').mkdir()
     monkeypatch.chdir(tmp_path/'caller')
@@ -116,7 +116,7 @@ def test_an_installation_on_a_file_system_without_locks(tmp_path, number):
 
 
 @pytest.mark.parametrize('home', [None, '/proc/1'])
-def test_without_a_home_the_environment_is_a_temporary_one(tmp_path, home):
+def test_without_a_home_the_environment_is_temporary(tmp_path, home):
     env = dict(PATH=tools(tmp_path/'bin', NO_VENV), TMPDIR=str(tmp_path)) | (dict(HOME=home) if home else {})
     def run(): return subprocess.run(['/bin/bash', ROOT/'kit', 'run'], env=env, stderr=subprocess.PIPE, text=True)
     own = tmp_path/f'b2t_kaggle-{os.getuid()}'
@@ -128,7 +128,7 @@ def test_without_a_home_the_environment_is_a_temporary_one(tmp_path, home):
     assert other.returncode == 2 and "is another user's; set B2T_ENVS to a folder" in other.stderr
 
 
-def test_who_waits_for_another_installation_says_so(tmp_path):
+def test_waiting_for_another_installation_is_reported(tmp_path):
     path = tools(tmp_path/'bin', NO_VENV)
     kit('run', path=path, B2T_ENVS=str(tmp_path/'envs'))
     lock, = (tmp_path/'envs').glob('*.lock')
@@ -160,7 +160,7 @@ def test_extras_are_listed_and_others_refused(tmp_path):
     assert r.returncode == 2 and r.stderr == f"kit: unknown extra 'lmm'; choose one of {' '.join(expected)}\n"
 
 
-def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):
+def test_numbas_compiled_files_are_shared_by_checkouts_with_equal_sources(tmp_path, monkeypatch):
     "Compiled files are shared only between equal sources; those of other sources are not even kept."
     import compiled
     monkeypatch.setattr(compiled, 'COMPILED', tmp_path/'cache')

@@ -35,7 +35,7 @@ for _ in range(10**5): threading.Thread(target=time.sleep, args=(999,), daemon=T
     (BYTES, resource.RLIMIT_AS, 4 << 30, 'no memory is left, or this process has reached its limit (ulimit -v)'),
     (THREADS, resource.RLIMIT_AS, 4 << 30, 'no more processes or threads may be started (ulimit -u'),
 ])
-def test_a_limit_that_is_reached_is_named(code, which, limit, words):
+def test_errors_name_the_limit_that_was_reached(code, which, limit, words):
     assert explained(code, partial(resource.setrlimit, which, (limit, limit))).startswith(words)
 
 
@@ -61,7 +61,7 @@ def mounted(tmp_path):
     subprocess.run(['umount', '-l', disk], capture_output=True, timeout=30)
 
 
-def test_a_disk_without_room(mounted):
+def test_a_full_disk(mounted):
     disk = mounted('nr_inodes=9')
     with pytest.raises(WriteError, match='not written, because the disk is full'):
         write_whole(disk/'0.txt', 'a'*(2 << 20))

@@ -52,7 +52,7 @@ def reference_score(model, tokenizer, text, context=''):
 
 
 @pytest.mark.parametrize('kind', [*TREES, BENT, *NO_TREES])
-def test_every_class_gives_what_the_plain_way_gives(lms, kind):
+def test_every_class_agrees_with_the_plain_computation(lms, kind):
     model, tokenizer = lms[kind]
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -129,7 +129,7 @@ def test_a_tokenizer_without_special_tokens_leaves_the_first_token_out(lms, tmp_
     with pytest.raises(LanguageModelError, match='no eos_token'): score_sentences(model, bare, TEXT, end=True)
 
 
-def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
+def test_prefixes_are_computed_once_and_few_states_in_the_last_layer(lms):
     model, tokenizer = lms['opt']
     choices = ('how', 'we', 'you', 'a'), ('does', 'see', 'keep', 'can'), 'a the this at it cost'.split()
     texts = [' '.join(w) for w in itertools.product(*choices, ('cost', 'cast', 'code'))]
@@ -170,7 +170,7 @@ def test_training_mode_is_left_as_it_was(lms):
     finally: model.eval()
 
 
-def test_a_tokenizer_of_another_model_is_noticed(lms, tmp_path):
+def test_a_tokenizer_of_another_model_is_detected(lms, tmp_path):
     other = 'a thousand other words besides those'
     _, many = load(tiny_lm(tmp_path, 'opt', [*TEXT, other], vocab_size=400))
     with pytest.raises(LanguageModelError, match='belongs to another model'):
@@ -189,7 +189,7 @@ def test_damaged_weights_are_named(tmp_path):
     with pytest.raises(LanguageModelError, match='some/model: not loaded'): load('some/model')
 
 
-def test_a_score_that_is_no_number_is_an_error(tmp_path):
+def test_a_score_that_is_not_a_number_is_an_error(tmp_path):
     model, tokenizer = load(tiny_lm(tmp_path, 'llama', TEXT))
     model.get_input_embeddings().weight.data[token_sequences(tokenizer, ['you'])[0][0][-1]] = torch.nan
     message = "'you can see the code at this point' has the log-probability nan for LlamaForCausalLM in torch.float32"
@@ -243,7 +243,7 @@ def test_a_package_that_fewer_bits_need_is_named(monkeypatch, tmp_path, missing,
     (ImportError('\nneeds bitsandbytes>=9: pip install it\nand more'),
      r'not loaded \(needs bitsandbytes>=9: pip install it\); install that package'),
     (ValueError(''), r"not loaded \(ValueError\(''\)\); give a folder")])
-def test_what_transformers_complains_of_is_one_sentence(monkeypatch, tmp_path, error, message):
+def test_errors_of_transformers_are_one_sentence(monkeypatch, tmp_path, error, message):
     from transformers import AutoModelForCausalLM
     def fails(name, **kw): raise error
     monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', fails)

@@ -39,7 +39,7 @@ def locked(group, machine):
 
 
 @pytest.mark.parametrize('group', groups())
-def test_all_that_is_asked_for_is_locked(group):
+def test_all_requirements_are_locked(group):
     "For each Python, on both machines."
     for machine in MACHINES:
         found = locked(group, machine)
@@ -77,7 +77,7 @@ def test_indirect_requirements_are_locked():
             assert canonicalize_name(r.name) in here or lock.CUDA.match(r.name), f'{name} needs {r.name}'
 
 
-def test_cuda_is_apart(monkeypatch):
+def test_cuda_packages_are_separate(monkeypatch):
     apart = parse(pick('dev', cuda=True))
     assert apart and all(k.name.startswith(('nvidia-', 'cuda-', 'triton')) for k in apart)
     assert not apart.keys() & parse(pick('dev', cuda=False)).keys()
@@ -86,7 +86,7 @@ def test_cuda_is_apart(monkeypatch):
         assert lock.asks_for_cuda() is expected
 
 
-def test_pytorch_without_cuda_is_asked_for_where_there_is_one(monkeypatch):
+def test_pytorch_without_cuda_is_requested_if_available(monkeypatch):
     "Under its own version name, with the same hashes; never for PyTorch/XLA."
     def torch(text): return {k.version: hashes for k, (hashes, _) in parse(text).items() if k.name == 'torch'}
     (version, hashes), = torch(pick('run', cuda=False)).items()
@@ -98,7 +98,7 @@ def test_pytorch_without_cuda_is_asked_for_where_there_is_one(monkeypatch):
             assert large | rest == parse(pick(group, cuda=False)) and not large.keys() & rest.keys()
 
 
-def test_what_is_written_is_read_again():
+def test_entries_are_read_as_written():
     k = Locked('a-b', '1.0', "python_version < '3.12'")
     text = entry(k, {'b'*64, 'a'*64}, {'run', 'dev'}) + entry(Locked('c', '2', ''), {'c'*64}, {'run'})
     found = parse('# head\n' + text)
@@ -152,7 +152,7 @@ def test_the_kit_refuses_an_archive_that_is_not_the_locked_one(checkout):
     assert not list(envs.glob('env-*/ready-*')) and not list(envs.glob('env-*/lib/python*/site-packages/small.py'))
 
 
-def test_an_environment_belongs_to_no_checkout_and_what_is_there_is_not_installed_again(checkout):
+def test_checkouts_share_environments_and_installed_packages(checkout):
     r = kit(checkout, 'env', 'llm')
     assert r.returncode == 0 and 'Successfully installed' in r.stderr and 'other' in r.stderr, r.stderr
     env = Path(r.stdout.strip())

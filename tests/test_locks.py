@@ -36,7 +36,7 @@ for i in range(1, 21):
 '''
 
 
-def test_processes_exclude_each_other_though_some_die(tmp_path):
+def test_processes_exclude_each_other_even_if_some_die(tmp_path):
     started = []
     for seed, dies_after in enumerate((3, 10, 20, 0)):
         command = [sys.executable, '-c', HOLDER, tmp_path, str(seed), str(dies_after)]
@@ -74,7 +74,7 @@ def test_a_stage_runs_on_a_file_system_without_locks(tmp_path, number):
     assert not [*tmp_path.rglob('*.lock'), *tmp_path.rglob('*.running')] and stage.stamp_path.exists()
 
 
-def test_a_study_that_sqlite_cannot_lock_is_to_be_a_journal(tmp_path):
+def test_a_study_that_sqlite_cannot_lock_needs_a_journal(tmp_path):
     pytest.importorskip('optuna')
     from b2t_kaggle.pipeline.sweep import Sweep, ranges_of
     run = Run(tmp_path/'toy', tmp_path/'work', {'train.accelerator': 'cpu'})

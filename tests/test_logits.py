@@ -33,7 +33,7 @@ def store(path, seed=0, lengths=(5, 0, 8, 3), k=6, scale=3., **kw):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), k=st.integers(2, 41), seed=st.integers(0, 99),
        dtype=st.sampled_from(['float32', 'float64']))
-def test_what_goes_in_comes_out(tmp_path, lengths, k, seed, dtype):
+def test_round_trip(tmp_path, lengths, k, seed, dtype):
     rng = np.random.default_rng(seed)
     arrays = [log_probs(rng, n, k).astype(dtype) for n in lengths]
     provenance = dict(model='gru', checkpoint='0'*64, config=dict(units=[1, None, 'ü']))
@@ -53,14 +53,14 @@ def test_what_goes_in_comes_out(tmp_path, lengths, k, seed, dtype):
     (lambda x: x[None], r"array 1 has the shape \[1, 4, 6\], expected \[T', K\]"),
     (lambda x: np.pad(x, ((0, 0), (0, 1)), constant_values=-200), r'array 1 has the shape \[4, 7\], expected \[n, 6\]'),
 ])
-def test_what_are_no_log_probabilities_is_refused(tmp_path, broken, match):
+def test_invalid_log_probabilities_are_refused(tmp_path, broken, match):
     good = log_probs(np.random.default_rng(0), 4, 6)
     with pytest.raises((LogitError, RaggedError), match=match):
         LogitStore.write(tmp_path/'x', [good, broken(good)], index_of(2), {})
     assert os.listdir(tmp_path) == []
 
 
-def test_what_does_not_fit_together_is_refused(tmp_path):
+def test_inconsistent_input_is_refused(tmp_path):
     x = log_probs(np.random.default_rng(0), 4, 6)
     def write(arrays, index, **provenance): return LogitStore.write(tmp_path/'x', arrays, index, provenance)
     with pytest.raises(RaggedError, match='2 rows of the index, but 1 arrays'): write([x], index_of(2))

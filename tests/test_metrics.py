@@ -64,7 +64,7 @@ def test_phoneme_error_rate_is_aggregate(pairs):
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=6))
-def test_word_and_character_error_rates_are_jiwers(pairs):
+def test_word_and_character_error_rates_equal_jiwers(pairs):
     clean = [[' '.join(words(t)) for t in side] for side in zip(*pairs)]
     refs, hyps = map(list, zip(*pairs))
     assert word_error_rate(refs, hyps) == pytest.approx(jiwer.wer(*clean))
@@ -105,12 +105,12 @@ def test_unpaired_input_is_refused(rate):
 
 
 @pytest.mark.parametrize('bad, message', [(None, 'found None'), (float('nan'), 'found nan'), (b'a', "found b'a'")])
-def test_what_is_not_text_is_refused_by_trial(bad, message):
+def test_errors_about_texts_name_the_trial(bad, message):
     with pytest.raises(ValueError, match=f'hypothesis of trial 1: {message}'): word_error_rate(['a', 'b'], ['a', bad])
 
 
 @pytest.mark.parametrize('bad', [['AH1'], 'DH AH', [None]])
-def test_what_are_not_phonemes_is_refused_by_trial(bad):
+def test_errors_about_phonemes_name_the_trial(bad):
     with pytest.raises(ValueError, match='reference of trial 1'): phoneme_error_rate([[1], bad], [[1], [1]])
 
 

@@ -19,12 +19,12 @@ def test_other_machines_cannot_be_reached(address):
 
 
 @pytest.mark.parametrize('host', ['127.0.0.1', 'localhost'])
-def test_this_machine_can(host):
+def test_this_machine_can_be_reached(host):
     with socket.create_server(('127.0.0.1', 0)) as server:
         socket.create_connection((host, server.getsockname()[1]), timeout=10).close()
 
 
-def test_what_tests_start_cannot_either():
+def test_child_processes_cannot_reach_other_machines():
     "A process, and one that it starts."
     child = f'import socket; socket.create_connection({ELSEWHERE[0]}, timeout=1)'
     code = f'import subprocess, sys; sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)'

@@ -39,7 +39,7 @@ REAL = next((p for p in (Path(__file__).parents[n]/'shared'/'t15' for n in (1, 2
 KINDS = (8, 0.1, 0.02), (3, 0.1, 0.05), (3, 0.1, 0.05)
 
 
-def misheard(rng, words, rate):
+def with_errors(rng, words, rate):
     return [w if rng.random() > rate else f'miss{chr(97 + rng.integers(26))}' for w in words]
 
 
@@ -53,8 +53,8 @@ def simulated(n, seed, kinds=KINDS):
         h.add(Trial(str(i), reference=' '.join(words)))
         for g, (n_seeds, shared, own) in enumerate(kinds):
             rng = np.random.default_rng([seed, i, g])
-            heard = misheard(rng, words, shared)
-            h.add(Trial(str(i)), [Entry(str(i), ' '.join(misheard(rng, heard, own)), f'system{g}', str(k))
+            heard = with_errors(rng, words, shared)
+            h.add(Trial(str(i)), [Entry(str(i), ' '.join(with_errors(rng, heard, own)), f'system{g}', str(k))
                                   for k in range(n_seeds)])
     return h
 
@@ -107,7 +107,7 @@ def test_more_voters_do_no_harm():
     assert np.mean(weights[3:]) < 0.8*np.mean(weights[:3])
 
 
-def test_seeds_that_say_the_same_do_not_multiply_their_opinion():
+def test_equal_seeds_do_not_count_several_times():
     def copied(seed, n):
         h = simulated(150, seed, ((1, 0.12, 0.), (1, 0.1, 0.), (1, 0.1, 0.)))
         for t, entries in h.entries.items(): entries += [replace(entries[0], model=str(k)) for k in range(1, n)]
@@ -127,7 +127,7 @@ def test_names_and_order_of_seeds_do_not_matter():
     assert fit_pool(h) == pool
 
 
-def test_no_sentence_is_judged_by_what_it_taught():
+def test_no_sentence_is_judged_by_a_pool_fitted_on_it():
     h = simulated(60, 0)
     before = cross_validate_pool(h, folds=3)
     h.add(replace(h.trials['7'], trial='again'), [replace(e, trial='again') for e in h.entries['8']])
@@ -147,7 +147,7 @@ def knowing(hypotheses, sign=1):
     return {text: -10. - sign*30.*(text not in right) for text in texts}
 
 
-def test_a_causal_lm_is_heard_within_its_bound():
+def test_the_weight_of_a_causal_lm_is_bounded():
     val, test = simulated(150, 0, NOISY), simulated(150, 1, NOISY)
     plain = wer(test, fit_pool(val).predict(test))
     pool = fit_pool(val, llm=knowing(val))
@@ -162,7 +162,7 @@ def test_a_causal_lm_is_heard_within_its_bound():
         pool.predict(test)
 
 
-def test_a_causal_lm_is_not_heard_in_blocks_of_random_words():
+def test_a_causal_lm_is_ignored_in_blocks_of_random_words():
     h = simulated(100, 0, NOISY)
     trials = {t: replace(trial, corpus='Random' if int(t) % 2 else 'Harvard') for t, trial in h.trials.items()}
     h = Hypotheses(trials, h.entries)
@@ -181,7 +181,7 @@ def test_scores_of_a_causal_lm_are_those_of_the_sentences(tmp_path):
     np.testing.assert_allclose([found[t] for t in texts], score_sentences(model, tokenizer, texts, end=True), rtol=1e-4)
 
 
-def test_the_command_hears_a_causal_lm(tmp_path):
+def test_the_command_uses_a_causal_lm(tmp_path):
     val, test = simulated(20, 0, NOISY), simulated(10, 1, NOISY)
     for name, h in ('val', val), ('test', test): write_hypotheses(tmp_path/f'{name}.jsonl', h)
     folder = tiny_lm(tmp_path/'llm', 'llama', val.references())

@@ -151,7 +151,7 @@ def trained(stores, tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_training_goes_on_exactly_and_is_validated_for_each(name, stores, trained):
+def test_training_continues_exactly_and_is_validated_for_each(name, stores, trained):
     out, t = trained(name)
     for k in 'participant_weights', 'day_weights':
         if k not in t.model.state_dict(): continue

@@ -94,7 +94,7 @@ def test_the_best_total_with_an_llm_is_that_of_all_paths(lm):
     assert (np.diff(expected_errors(found, .5)) > -1e-9).all()
 
 
-def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
+def test_an_llm_is_weighted_with_sentences_found_without_their_references(lm):
     """Other references in one fold change only the lists of the other fold. With a large penalty nothing is learned,
     and the best total is that of all paths."""
     spoken = {'AH B | AH |': 'a b', 'AH | B |': 'a b', 'B | AH |': 'b a', 'AH B |': 'ab'}
@@ -116,7 +116,7 @@ def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
                                                       abs=1e-3)
 
 
-def test_readings_of_a_sentence_do_not_tell_of_each_other(monkeypatch, lm):
+def test_repetitions_of_a_sentence_are_in_one_fold(monkeypatch, lm):
     "A ranking is learned from folds that share no sentence; other trials stay in their fold."
     noted = {}
     def note(name, i):

@@ -58,7 +58,7 @@ def test_lm_order_is_a_permutation_of_the_last_axis(seed, shape):
 
 
 @given(st.lists(st.integers(0, 40)))
-def test_ids_and_names_are_the_same_thing(ids):
+def test_ids_and_names_are_equivalent(ids):
     names = from_class_ids(ids)
     assert to_class_ids(names).tolist() == ids and to_class_ids(names).dtype == np.int64
     assert show_phonemes(ids) == show_phonemes(names)
@@ -80,7 +80,7 @@ def by_the_metric(text):
 @given(st.text(st.characters(codec='ascii')) | st.text(alphabet="aZ -'\t.`0\n", max_size=12))
 @example("a - b -- c--d 'e' f-")
 @example('don`t\tgo')
-def test_normalisation_is_the_metrics(text): assert normalize_sentence(text) == by_the_metric(text)
+def test_normalisation_equals_the_metrics(text): assert normalize_sentence(text) == by_the_metric(text)
 
 
 @given(st.text() | st.text(alphabet="aé ‘’—…-'`\u00a0\t“", max_size=12))
@@ -193,7 +193,7 @@ def test_the_older_edition_only_reorders_and_adds():
     ('they advocate for it', 'advocate', True), ('an advocate', 'advocate', False),
     ('run around and desert you', 'desert', True), ('doctors estimate the cost', 'estimate', True),
     ('we had learned it', 'learned', True), ('a learned man', 'learned', False)])
-def test_verbs_are_told_from_nouns(sentence, word, verb):
+def test_verbs_are_distinguished_from_nouns(sentence, word, verb):
     words = sentence.split()
     assert ph._is_verb(words, words.index(word)) is verb
 
@@ -238,12 +238,12 @@ def test_loose_marks_are_silent(word, like):
 
 
 @pytest.mark.parametrize('word', ['hhh', "h'h", 'qqqq', 'x' * 40, 'e'])
-def test_every_spelling_is_audible(word):
+def test_every_spelling_has_phonemes(word):
     assert letters_to_sounds(word) and set(letters_to_sounds(word)) <= set(ARPABET)
 
 
 @pytest.mark.parametrize('word', ['', "'", 'a-b', 'A', 'é', 'a b'])
-def test_what_has_no_spelling_is_refused(word):
+def test_words_with_other_characters_are_refused(word):
     with pytest.raises(ValueError, match='use normalize_sentence'): letters_to_sounds(word)
 
 
@@ -255,7 +255,7 @@ def test_importing_is_light():
 
 # --- the official labels
 
-def test_official_labels_come_out():
+def test_official_labels_are_reproduced():
     if not LABELS.exists(): pytest.skip('../shared/t15/phoneme_labels.csv is not beside the repository')
     rows = list(csv.DictReader(LABELS.open()))
     def split(shown): return [w.split() for w in shown.strip().rstrip('|').split('|')]

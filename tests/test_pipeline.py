@@ -155,7 +155,7 @@ def test_a_plugin_trains_a_variant(finished, tmp_path, monkeypatch):
         assert executed[6:] == ['train'] and 'parameters changed: plugin/mine.py' in r.output, r.output
 
 
-def test_nothing_is_done_twice(finished):
+def test_finished_stages_are_not_repeated(finished):
     run, options, _ = finished
     before = stamps(run)
     r = command('run', *options)
@@ -281,7 +281,7 @@ def test_a_failing_stage_says_why(finished, tmp_path):
     assert r.returncode == 1 and 'data_train.hdf5' in r.stdout
 
 
-def test_what_a_process_of_a_stage_says_is_heard_once(tmp_path):
+def test_output_of_a_stages_processes_is_printed_once(tmp_path):
     "Such as the progress bar of a training in two processes."
     script = """
 import nbformat
@@ -368,7 +368,7 @@ def test_plan_and_presets_agree():
     assert PLAN == [s for s in STAGES if s not in ('ensemble', 'generate', 'rescore', 'combine')]
 
 
-def test_two_runs_share_what_is_big(tmp_path):
+def test_two_runs_share_large_files(tmp_path):
     "Of two runs that start together on one work folder, one simulates and packs; the other waits and uses the result."
     args = lambda name: [
         sys.executable,
@@ -392,7 +392,7 @@ def test_two_runs_share_what_is_big(tmp_path):
     assert sum(err.count('── pack') for _, err in outputs) == 1
 
 
-def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
+def test_an_llm_reranks_and_the_submission_follows(finished, tmp_path):
     "With a tiny language model; without an LLM in the configuration the stage does not exist."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
@@ -501,7 +501,7 @@ def test_serving_a_run(finished, tmp_path, capsys):
 def files_of(folder): return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob('*') if p.is_file()}
 
 
-def test_an_ensemble_is_a_run_of_its_own(finished, tmp_path, here):
+def test_an_ensemble_is_a_separate_run(finished, tmp_path, here):
     "Its log-probabilities are the mean of its members' and are decoded; its members are not changed."
     run, options, _ = finished
     first = {split: LogitStore.open(run/'logits'/f'{split}.arrow') for split in ('val', 'test')}
@@ -636,7 +636,7 @@ def test_a_finished_run_that_was_moved(finished, tmp_path, here):
     assert here == ['decode', 'submit', 'report']
 
 
-def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monkeypatch):
+def test_a_session_without_time_leaves_a_submission(finished, tmp_path, here, monkeypatch):
     """Without time for val, test is still decoded; a later session does the rest and gives the result of an
     uninterrupted run."""
     run, _, _ = finished
@@ -777,7 +777,7 @@ def shares(text):
 
 
 @pytest.mark.parametrize('last', ['decode', 'rescore', 'combine'])
-def test_a_rate_is_the_same_wherever_it_stands(finished, tmp_path, monkeypatch, last):
+def test_a_rate_is_the_same_everywhere(finished, tmp_path, monkeypatch, last):
     """Rates that are tuned on val (the search, the mixture with an LLM, the combination) are cross-validated: lists,
     stamps, results, the page and the commands' output agree with jiwer on the lists."""
     from tiny_models import tiny_lm

@@ -309,7 +309,7 @@ def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     )
 
 
-def test_a_compiler_meets_no_break_but_the_gru():
+def test_the_gru_is_the_only_graph_break():
     with torch.device('meta'):
         model = GRUDecoder(8, 6, 3, 41, n_layers=2, patch_size=4, patch_stride=2).eval()
         found = torch._dynamo.explain(model.forward)(torch.empty(2, 20, 8), torch.empty(2, dtype=torch.long))

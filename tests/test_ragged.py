@@ -31,7 +31,7 @@ def ragged_arrays(draw):
 @settings(max_examples=150, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=ragged_arrays(), chunk=st.integers(1, 2000))
-def test_what_goes_in_comes_out(tmp_path, data, chunk):
+def test_round_trip(tmp_path, data, chunk):
     dtype, shape, arrays = data
     schema = pa.schema(dict(i=pa.int64(), text=pa.string()))
     with RaggedWriter(tmp_path/'x', dtype, shape, schema, 'things', dict(a=[1, None]), chunk) as w:
@@ -149,7 +149,7 @@ def test_a_killed_writer_leaves_the_old_file_and_its_rest_is_removed(good):
     assert len(Ragged(good)) == 1 and os.listdir(good.parent) == ['good.arrow']
 
 
-def test_two_writers_do_not_meet(tmp_path):
+def test_two_writers_do_not_interfere(tmp_path):
     with RaggedWriter(tmp_path/'x', 'float32') as a:
         code = ('import sys, numpy as np; from b2t_kaggle.core.ragged import write_ragged; '
                 'write_ragged(sys.argv[1], [np.ones(5)])')
@@ -159,7 +159,7 @@ def test_two_writers_do_not_meet(tmp_path):
     assert len(Ragged(tmp_path/'x')[0]) == 7 and os.listdir(tmp_path) == ['x']
 
 
-def test_memory_is_that_of_a_chunk(tmp_path):
+def test_memory_use_is_that_of_one_chunk(tmp_path):
     code = '''if True:
         import re, sys, numpy as np
         from b2t_kaggle.core.ragged import RaggedWriter
@@ -176,7 +176,7 @@ def test_memory_is_that_of_a_chunk(tmp_path):
     assert (tmp_path/'x').stat().st_size > 250e6 and grown < 10   # MB
 
 
-def test_what_does_not_fit_into_float16_comes_with_advice(tmp_path):
+def test_errors_about_float16_give_advice(tmp_path):
     with pytest.raises(RaggedError, match='beyond float16.*--set data.dtype=float32'):
         with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([1., -7e4]))
     assert os.listdir(tmp_path) == []

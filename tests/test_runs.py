@@ -99,7 +99,7 @@ def test_a_folder_in_place_of_an_output(files, tmp_path):
 
 
 @pytest.mark.parametrize('damage', ['gone', 'a byte'])
-def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
+def test_no_stage_accepts_damaged_outputs(damage, files, tmp_path):
     """Outputs that differ from the recorded ones are removed when their stage starts, except a trainer's; other files
     stay."""
     run = run_of(files, tmp_path)
@@ -173,7 +173,7 @@ def test_two_starts_in_one_folder(tmp_path):
     assert works(tmp_path, 8).wait() == 0 and seen.read_text().endswith('8 decode 8\n') # The first run is over
 
 
-def test_a_configuration_that_comes_between(tmp_path, monkeypatch):
+def test_a_configuration_that_changes_in_between(tmp_path, monkeypatch):
     "If `config.yaml` changes after a stage is announced and before its kernel reads it, the result does not count."
     def execute(run, name):
         overrides = run.unsaved()
@@ -201,7 +201,7 @@ def test_a_folder_in_place_of_a_stamp(name, tmp_path):
     assert r.exit_code == 1 and f'Error: {path}: found a folder, expected a file' in r.stderr.splitlines()[-1]
 
 
-def test_a_run_that_was_killed_keeps_nobody_out(tmp_path):
+def test_a_killed_run_does_not_block_others(tmp_path):
     first = works(tmp_path, 7)
     wait_for(lambda: (tmp_path/'seen').exists() and 'lm' in (tmp_path/'seen').read_text())
     first.kill()

@@ -35,7 +35,7 @@ def bill(tmp_path_factory):
     return run(sys.executable, TOOL, folder)
 
 
-def test_names_and_versions_are_those_that_pip_finds(bill):
+def test_names_and_versions_agree_with_pip(bill):
     found = run(sys.executable, '-m', 'pip', 'inspect', '--local')['installed']
     expected = {canonicalize_name(p['metadata']['name']): p['metadata']['version'] for p in found}
     expected.pop('b2t-kaggle', None)
@@ -46,7 +46,7 @@ def test_names_and_versions_are_those_that_pip_finds(bill):
     assert len(set(refs)) == len(refs)
 
 
-def test_hashes_needs_and_licences(bill):
+def test_hashes_requirements_and_licences(bill):
     by_name = {c['name']: c for c in bill['components']}
     assert {name for name, c in by_name.items() if 'hashes' in c} == {'pip', 'numpy'}
     properties = {name: [(p['name'], p['value']) for p in c['properties']] for name, c in by_name.items()}

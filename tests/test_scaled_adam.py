@@ -140,7 +140,7 @@ def test_the_formulas_parameter_by_parameter_in_float64(settings, monkeypatch):
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_sixty_steps_are_icefalls(case, reference, monkeypatch):
+def test_sixty_steps_equal_icefalls(case, reference, monkeypatch):
     "Parameters at seven steps, to 1e-5 of their largest element; all learning rates and clipping factors."
     setting = json.loads(str(reference['cases']))[case]
     names = [k.removeprefix('init.') for k in reference if k.startswith('init.')]
@@ -173,7 +173,7 @@ def test_sixty_steps_are_icefalls(case, reference, monkeypatch):
     assert len(deviations) == 7 * len(names) and max(deviations) < 1e-5
 
 
-def test_tables_of_eden_are_icefalls(reference):
+def test_tables_of_eden_equal_icefalls(reference):
     for name, table in json.loads(str(reference['tables'])).items():
         lr = table.pop('base_lr')
         kind = dict(Eden=Eden, Eden2=Eden2)[table.pop('cls')]
@@ -252,7 +252,7 @@ def test_a_batch_without_a_day_leaves_its_row_and_state(stores):
     assert state['n_steps'].sum() == 4
 
 
-def test_clipping_is_its_own(stores):
+def test_clipping_ignores_the_trainers_setting(stores):
     "`grad_norm_clip_value` has no effect."
     weights = []
     for largest in (1e-6, 0):

@@ -291,7 +291,7 @@ def model():
     return model
 
 
-def test_all_draws_follow_from_pytorchs_seed(model):
+def test_all_random_numbers_follow_from_pytorchs_seed(model):
     found = []
     for other in (1, 2):
         random.seed(other)
@@ -345,7 +345,7 @@ def test_autocast(dtype, always):
     for a, b in zip(found, exact): assert_near(a.float(), b, .03)
 
 
-def test_activations_keep_what_they_say():
+def test_memory_of_activations():
     "Also in 16 bits."
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         x = torch.randn(30, 10, dtype=dtype, requires_grad=True)

@@ -23,7 +23,7 @@ def failing(check, bench):
     return [f.what for f in check(bench) if not f.passed]
 
 
-def test_products_that_are_off_are_found(bench, monkeypatch):
+def test_wrong_products_are_detected(bench, monkeypatch):
     "The linear layers of a device are wrong by a thousandth, forwards and backwards."
     linear = F.linear
 
@@ -38,14 +38,14 @@ def test_products_that_are_off_are_found(bench, monkeypatch):
     assert set(failing(selftest.encoder, bench)) == {'float32: logits', 'float32: gradients'}
 
 
-def test_a_loss_that_is_off_is_found(bench, monkeypatch):
+def test_a_wrong_loss_is_detected(bench, monkeypatch):
     assert failing(selftest.ctc, bench) == []
     monkeypatch.setattr(selftest, 'ctc_losses', lambda *args: 1.01*F.ctc_loss(
         args[0].log_softmax(-1).transpose(0, 1), args[1], args[2], args[3], reduction='none'))
     assert failing(selftest.ctc, bench) == ['loss', 'gradients']
 
 
-def test_an_optimiser_that_forgets_is_found(bench, monkeypatch):
+def test_an_optimiser_that_loses_its_state_is_detected(bench, monkeypatch):
     "The optimiser's state is not read from the checkpoint."
     monkeypatch.setattr(RunOptimizer, 'load_state_dict', lambda self, state: None)
     assert failing(selftest.resume, bench) == ['resumed: weights']

@@ -311,7 +311,7 @@ def test_words_with_times(decoder, plain):
         assert read(fields)[0].confidence == pytest.approx(p[same_first].sum()/p.sum())
 
 
-def test_logits_that_nobody_waits_for(decoder, plain):
+def test_logits_sent_without_waiting(decoder, plain):
     "A client may write a whole trial before it reads an answer; the finalize does not overtake the logits."
     logits = logits_of('how is it there', 5)
     with serving(decoder, plain) as r:
@@ -498,7 +498,7 @@ def test_trials_without_data(decoder, plain):
         same(candidates(client.finalize()), offline(decoder, logits))
 
 
-def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
+def test_dead_clients_and_simultaneous_clients(decoder, plain, caplog):
     """Input of a dead client does not affect the next client's trial. Two simultaneous clients get as many answers as
     they requested, and the log has a warning."""
     logits = logits_of('are you there')
@@ -534,7 +534,7 @@ def rescore_that_waits(asked: threading.Event, go: threading.Event):
     return rescore
 
 
-def test_flush_while_an_answer_is_made(decoder, plain):
+def test_flush_while_an_answer_is_computed(decoder, plain):
     """The official client flushes the database when it starts. Earlier requests are not answered afterwards, as the
     client would take the old sentence for its own."""
     slow, go = threading.Event(), threading.Event()
@@ -582,7 +582,7 @@ def test_keys_of_the_wrong_type(decoder, plain, caplog):
         same(candidates(client.wait('remote_lm_output_final')), offline(decoder, logits_of('i see')))
 
 
-def test_redis_starts_anew(decoder, tmp_path, caplog):
+def test_redis_restarts(decoder, tmp_path, caplog):
     "The server reconnects to the new Redis, and the trial continues if its client continues."
     db = Redis(tmp_path)
     logits = logits_of('it is good to see you')
@@ -651,7 +651,7 @@ def test_cut_at_a_command(command, decoder, plain, monkeypatch):
     assert cuts['before'] and cuts['after']
 
 
-def test_what_redis_refuses(decoder, plain, caplog):
+def test_writes_that_redis_refuses(decoder, plain, caplog):
     "If the key of an answer has the wrong type, the log reports it, and the server keeps running."
     with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
         OfficialClient(r)
@@ -661,7 +661,7 @@ def test_what_redis_refuses(decoder, plain, caplog):
         same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
 
 
-def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
+def test_a_bug_in_the_server(decoder, plain, monkeypatch, caplog):
     "An answer is sent even after a bug, so that no client waits forever."
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
@@ -688,7 +688,7 @@ def test_one_server_per_database(decoder, plain):
         check_redis(port=plain.port, db=1)
 
 
-def test_a_redis_that_is_not_there(caplog):
+def test_a_missing_redis(caplog):
     "It is detected before anything else is done, but is not an error, because Redis may start later."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0)) # No process listens on this port
@@ -801,7 +801,7 @@ def test_tls(decoder, tmp_path):
     finally: db.stop()
 
 
-def test_needs_neither_torch_nor_redis_py_to_say_so():
+def test_import_needs_neither_torch_nor_redis_py():
     "The module can be imported without its optional packages, and names the missing one when it is needed."
     code = """import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython", "redis"]))
 from b2t_kaggle.decoding.server import connect

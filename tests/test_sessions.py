@@ -136,7 +136,7 @@ def test_all_problems_of_all_files_are_in_one_table(data_dir):
     assert list(validate(data_dir).field) == ['trial_num', 'input_features', 'seq_len', '']
 
 
-def test_reading_goes_on_until_the_fault(data_dir):
+def test_reading_continues_until_the_fault(data_dir):
     path = edit(data_dir, poison(np.nan))
     read = []
     with pytest.raises(SessionError):
@@ -173,7 +173,7 @@ def test_groups_out_of_order(data_dir):
     assert [t.key for t in read_session(path)] == ['trial_0000', 'trial_0002', 'trial_0007']
 
 
-def test_a_dataset_where_a_trial_should_be(data_dir):
+def test_a_dataset_instead_of_a_trial(data_dir):
     edit(data_dir, lambda f: (f.__delitem__('trial_0002'), f.__setitem__('trial_0002', 1)), key=None)
     assert list(validate(data_dir).trial) == ['trial_0002']
 
@@ -206,7 +206,7 @@ def test_sessions_are_chronological(tmp_path):
     assert list_sessions(tmp_path) == ['t15.2023.12.29', 't12.2024.01.02', 't15.2024.02.25']
 
 
-def test_bytes_are_text_too(data_dir):
+def test_bytes_are_accepted_as_text(data_dir):
     path = edit(data_dir, attr('sentence_label', np.bytes_("It's fine.")))
     assert read_session(path)[1].sentence == "It's fine."
     assert validate(data_dir).empty
@@ -241,7 +241,7 @@ def test_round_trip(tmp_path_factory, n_bins, ids, sentence, split):
     assert validate(path.parent.parent).empty
 
 
-def test_the_official_reader_takes_it(data_dir):
+def test_the_official_reader_accepts_it(data_dir):
     "Perform the operations of the official kit on a file, one by one."
     with h5py.File(session_path(data_dir, DAY, 'val')) as f:
         for g in (f[f'trial_{t:04d}'] for t in range(len(list(f.keys())))):
@@ -259,7 +259,7 @@ def test_the_official_reader_takes_it(data_dir):
 @pytest.mark.parametrize('bad', [trial(session='t15.2023.08.18'), trial(features=np.zeros((4, 512))),
                                  trial(class_ids=[41]), replace(trial(), class_ids=None),
                                  trial(sentence='a'*500), trial(features=np.zeros((0, 512), np.float32))])
-def test_what_cannot_be_read_is_not_written(data_dir, bad):
+def test_unreadable_trials_are_not_written(data_dir, bad):
     path = session_path(data_dir, DAY, 'train')
     before = path.read_bytes()
     with pytest.raises(ValueError): write_session(path, [trial(8), bad])
@@ -328,7 +328,7 @@ def test_only_the_named_sessions_are_checked(data_dir):
     assert missing.severity == 'error' and 'did you mean' in missing.advice
 
 
-def test_hidden_files_are_no_data(data_dir):
+def test_hidden_files_are_ignored(data_dir):
     (data_dir/DAY/'._data_train.hdf5').write_bytes(b'finder')
     (data_dir/'.Trash').mkdir()
     (data_dir/'.Trash'/'data_train.hdf5').write_bytes(b'old')
@@ -407,7 +407,7 @@ def test_numbers_in_arrays_of_one(data_dir):
     assert list(validate(data_dir).field) == ['trial_num']
 
 
-def test_a_file_that_another_process_writes_is_called_that(data_dir):
+def test_errors_name_a_file_that_another_process_writes(data_dir):
     path = session_path(data_dir, DAY, 'train')
     code = f"import h5py; f = h5py.File({str(path)!r}, 'a'); print('open', flush=True); input()"
     writer = subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -423,7 +423,7 @@ def test_a_file_that_another_process_writes_is_called_that(data_dir):
     assert validate(data_dir).empty
 
 
-def test_a_file_whose_writer_was_killed_is_called_that(data_dir):
+def test_errors_name_a_file_whose_writer_was_killed(data_dir):
     "HDF5 records in such a file that it is open."
     path = session_path(data_dir, DAY, 'train')
     code = f"import h5py, os; f = h5py.File({str(path)!r}, 'w', libver='latest'); f.swmr_mode = True; os._exit(1)"

@@ -183,7 +183,7 @@ def test_tuning_turns_and_electrodes_die_and_return():
     assert (alive[:-1] & ~alive[1:]).any() and (~alive[:-1] & alive[1:]).any() and 0.75 < alive.mean() < 1
 
 
-def test_arrays_differ_in_what_they_carry():
+def test_arrays_differ_in_their_information():
     middle = TARGETS[1:SIL].mean(1)
     by_day = [np.std(middle @ d.tuning[:, :256], axis=0).reshape(4, 64).mean(1) for d in electrodes(45)]
     depth = np.mean(by_day, axis=0)
@@ -255,7 +255,7 @@ def test_other_data_is_never_overwritten(tmp_path):
     assert files(tmp_path/'ours') == before
 
 
-def test_interference_is_off_unless_asked_for(tmp_path):
+def test_interference_is_off_by_default(tmp_path):
     "Without interference, folders are unchanged; with it, sentences and splits stay the same."
     options = dict(off={}, without=dict(structured_noise=0.), on=dict(structured_noise=1.),
                    other=dict(structured_noise=2.))
@@ -272,7 +272,7 @@ def test_interference_is_off_unless_asked_for(tmp_path):
     with pytest.raises(SimulateError, match='other parameters'): simulate_dataset(off, **SMALL, structured_noise=1.)
 
 
-def test_there_is_the_noise_of_a_recording_unless_the_first_one_is_asked_for(tmp_path):
+def test_the_noise_of_a_recording_is_the_default(tmp_path):
     "Folders with `neural=1` are marked as they were before `neural=2` existed."
     default, one, two = (simulate_dataset(tmp_path/str(i), **SMALL, **kw)
                          for i, kw in enumerate(({}, dict(neural=1), dict(neural=2))))

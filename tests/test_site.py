@@ -105,7 +105,7 @@ def test_pages_are_sound(site): assert site[1] == []
 def text(site, name): return (site[0]/f'{name}.html').read_text()
 
 
-def test_what_shows_and_what_does_not(site):
+def test_visible_and_hidden_parts(site):
     metrics = text(site, 'metrics/00_metrics')
     assert '<section class="name" id="word_error_rate">' in metrics
     assert 'Texts, one per trial' in metrics and '<i>returns</i>' in metrics
@@ -135,7 +135,7 @@ def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page
     ('metrics/00_metrics', ['phoneme_error_rate', 'word_error_rate']),
     ('config/04_keys', ['Config']), ('config/07_config', ['load_config']),
     ('pytorch/models/zipformer/04_convolution', ['ConvolutionModule', 'FeedforwardModule'])])
-def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
+def test_a_page_of_a_module_begins_with_its_main_names(site, page, first):
     """First the public names of the package, or else the names that most notebooks import; each name has a card, or a
     line in the table above."""
     made = text(site, page)
@@ -185,7 +185,7 @@ def test_one_page_of_the_command(tmp_path):
     assert 'metrics' in done.stderr and 'Traceback' not in done.stderr
 
 
-def test_a_build_says_how_far_it_is(tmp_path, monkeypatch):
+def test_a_build_reports_its_progress(tmp_path, monkeypatch):
     said = []
     def work(path): return [[]], 1.5
     class Pool:
@@ -208,7 +208,7 @@ def test_the_search_knows_names_and_sections(site):
     assert any(e[:3] == ['Design', 'Two boundaries', 'guides/design.html#two-boundaries'] for e in entries)
 
 
-def test_the_folder_of_something_else_is_left_alone(tmp_path):
+def test_other_folders_are_not_changed(tmp_path):
     (tmp_path/'thesis.txt').touch()
     with pytest.raises(FileExistsError, match='has other contents than a site'):
         build.write_site(tmp_path, [], [])
@@ -276,7 +276,7 @@ def test_outputs_are_kept_until_code_or_library_change():
     assert {'metrics/__init__.py', 'phonemes.py'} <= modules and 'pytorch/trainer.py' not in modules
 
 
-def test_what_is_wrong_is_found(tmp_path):
+def test_problems_are_found(tmp_path):
     (tmp_path/'a.html').write_text('<h1>a</h1><h1>b</h1><p id="x"></p><p id="x"></p><table></table>'
                                    '<pre>#| hide</pre><pre class="output">Out[3]: </pre><a href="b.html">b</a>'
                                    '<a href="#y">y</a><a href="https://example.org">e</a>')
@@ -408,7 +408,7 @@ return [words.map(e => e.textContent), getComputedStyle(cover).display === 'none
 def seen_at(chromium, seconds): return chromium.run(SEEN.replace('SECONDS', str(seconds)))
 
 
-def test_the_picture_moves_unless_motion_is_not_wanted(chromium, first_page):
+def test_the_picture_moves_unless_reduced_motion_is_preferred(chromium, first_page):
     page, ran = first_page
     chromium.show(page, WIDTHS['phone'])
     seen = [seen_at(chromium, s) for s in (0.1, 4, 8, 100.1)]

@@ -67,7 +67,7 @@ def test_reads_what_was_written(tmp_path_factory, grams, spare, rng):
         for gram, numbers in level.items(): assert numbers == pytest.approx(expected[gram], abs=1e-5), gram
 
 
-def test_left_out_words_take_their_ngrams_along(tmp_path):
+def test_ngrams_of_left_out_words_are_left_out(tmp_path):
     words = {'<s>': (-99, 0), '</s>': (-1, 0), 'a': (-1, 0), 'A.': (-1.5, 0), "H.'S": (-2, 0), 'READ(2)': (-2, 0),
              'read': (-1, 0), '42': (-2, 0)}
     pairs = dict.fromkeys(["<s> H.'S", "A. H.'S", 'a READ(2)', 'a read', 'read 42', "H.'S read"], (-.5, 0))

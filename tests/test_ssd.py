@@ -63,7 +63,7 @@ def test_no_frame_reads_a_later_one(chunk_size):
     assert torch.equal(ssd(x, a, b, c, chunk_size, state)[0][:, :12], y[:, :12])
 
 
-def test_decays_below_all_numbers():
+def test_decays_that_underflow():
     "No overflow, and no 0 · ∞."
     x, _, b, c, state = inputs(9, 0, [0])
     a = torch.full((S, 9, H), -1e30, dtype=torch.float64, requires_grad=True)

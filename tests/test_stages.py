@@ -40,7 +40,7 @@ def spelled(tree):
 def test_names_in_code_are_found(code, found): assert bool(list(spelled(ast.parse(code)))) == found
 
 
-def test_no_module_treats_a_stage_by_its_name():
+def test_no_module_compares_names_of_stages():
     found = {f'{p.relative_to(PACKAGE)}:{line}' for p in FILES for line in spelled(ast.parse(p.read_text()))}
     assert found == set(), 'say on the class of the stage what is special about it'
 

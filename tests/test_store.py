@@ -42,7 +42,7 @@ def build(data_dir, split='train', name=None, **kw):
 
 
 @pytest.mark.parametrize('dtype', ['float16', 'float32'])
-def test_the_store_holds_what_the_files_hold(data_dir, dtype):
+def test_the_store_has_the_contents_of_the_files(data_dir, dtype):
     for split in ('train', 'val', 'test'):
         store = build(data_dir, split, dtype=dtype)
         paths = [session_path(data_dir, day, split) for day in DAYS]
@@ -75,7 +75,7 @@ def test_an_empty_split_is_an_empty_store(data_dir):
     assert len(TrialStore.open(store.path)) == 0
 
 
-def test_what_is_left_out(data_dir):
+def test_trials_that_are_left_out(data_dir):
     assert [t.key for t in build(data_dir, drop_instructions=True)] == ['trial_0000', 'trial_0002']*4
     left = build(data_dir, bad_trials={DAYS[0]: {'1': [0, 2]}, DAYS[1]: {2: [0]}})
     assert [(t.session, t.trial) for t in left][:4] == [(DAYS[0], 1), (DAYS[1], 0), (DAYS[1], 1), (DAYS[1], 2)]
@@ -86,7 +86,7 @@ def test_what_is_left_out(data_dir):
 
 
 @pytest.mark.parametrize('change', ['content', 'time', 'removed', 'added', 'option'])
-def test_a_change_is_noticed(data_dir, change):
+def test_a_change_is_detected(data_dir, change):
     before = build(data_dir, 'val')
     path = session_path(data_dir, DAYS[1], 'val')
     inode = before.path.stat().st_ino
@@ -101,7 +101,7 @@ def test_a_change_is_noticed(data_dir, change):
     assert len(before) == 4 and np.isfinite(before[3].features).all()     # an open store stays valid
 
 
-def test_a_file_that_is_no_store_is_replaced_by_build_and_refused_by_open(data_dir):
+def test_a_file_that_is_not_a_store_is_replaced_by_build_and_refused_by_open(data_dir):
     path = data_dir/'train.arrow'
     for content in (b'', b'something else'):
         path.write_bytes(content)
@@ -121,7 +121,7 @@ def test_damaged_data_is_named_and_leaves_no_store(data_dir):
         assert len(left) == 11 and [t.trial for t in left if t.session == DAYS[2]] == [0, 2]
 
 
-def test_bad_trials_are_one_recipe_however_they_are_written(data_dir):
+def test_bad_trials_are_equivalent_in_any_notation(data_dir):
     ways = {DAYS[0]: {1: [2, 0]}}, {DAYS[0]: {'1': [0, 2]}}, {DAYS[0]: {'1': [0], 1: [2]}}
     made = [build(data_dir, bad_trials=bad).path.stat().st_ino for bad in ways]
     assert len(set(made)) == 1 and len(TrialStore.open(data_dir/'train.arrow')) == 10
@@ -146,7 +146,7 @@ def test_beyond_float16_is_an_error_with_the_trial(data_dir):
     assert build(data_dir, dtype='float32').features(8).min() == -70000
 
 
-def test_a_source_that_changes_while_it_is_packed_is_noticed(data_dir, monkeypatch):
+def test_a_source_that_changes_while_it_is_packed_is_detected(data_dir, monkeypatch):
     import b2t_kaggle.data.store as room
     def meddle(path, *args):
         yield from read_session(path)
@@ -207,7 +207,7 @@ WAITS = """if True:
     room.TrialStore.build(data_dir, 'train', f'{data_dir}/all.arrow', progress=False)"""
 
 
-def test_a_killed_packing_leaves_nothing_but_what_the_next_one_removes(big_dir):
+def test_the_next_packing_removes_files_of_a_killed_one(big_dir):
     "The process is killed at the first trial, and at a trial of the second session."
     for n_packed in ('0', '100'):
         (big_dir/'all.arrow').unlink(missing_ok=True)

@@ -71,7 +71,7 @@ DIES = '''
 '''
 
 
-def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
+def test_a_killed_sweep_equals_an_uninterrupted_one(stage, tmp_path):
     whole, expected = sweep(tmp_path/'whole', '--trials', '6')
     assert whole.exit_code == 0, whole.output
     assert set(expected.state) == {'complete', 'pruned'} and len(expected) == 6
@@ -87,7 +87,7 @@ def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
     assert stage.steps[:2] == [last]*2 and last not in stage.steps[2:], 'it goes on behind its checkpoint'
 
 
-def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
+def test_trials_are_runs_and_failures_are_reported(stage, tmp_path, monkeypatch):
     done, table = sweep(tmp_path, '--trials', '2')
     best = table.run[0]
     assert f'b2t run --name {best} continues it' in done.output and (tmp_path/'out'/'toy'/'sweep.csv').exists()
@@ -129,7 +129,7 @@ def test_machines_share_a_study(stage, tmp_path):
     assert runs == {'one': {'toy', 'toy-000', 'toy-001', 'toy-002'}, 'two': {'toy', 'toy-004'}}
 
 
-def test_what_cannot_be_searched(stage, tmp_path):
+def test_refused_ranges(stage, tmp_path):
     "It is refused before a folder or a study is created, so that the command can be corrected and repeated."
     for options, why in ((['--set', 'train.lr_max=1e-2:1e-4'], 'write the lower end first'),
                          (['--set', 'model.rnn_dropout=0:3'], 'model.rnn_dropout'),

@@ -87,7 +87,7 @@ def imported(tmp_path_factory):
 
 
 @pytest.mark.parametrize('split', FOLDERS)
-def test_values_are_those_of_the_baseline(imported, split):
+def test_values_equal_the_baselines(imported, split):
     sessions = list_sessions(imported/'sessions')
     assert sessions == ['t12.2022.04.28', 't12.2022.05.05']
     for session in sessions:
@@ -111,7 +111,7 @@ def test_trials_are_numbered_once_in_a_session(imported):
     assert len(validate(imported/'sessions')) == 0
 
 
-def test_blocks_that_are_mixed_are_what_the_baseline_makes_of_them(tmp_path):
+def test_values_of_mixed_blocks_equal_the_baselines(tmp_path):
     blocks = [2, 9, 2, 9, 4, 2]
     crossings, power = recordings([12, 30, 7, 25, 1, 16])
     write(tmp_path, blockIdx=np.array([blocks], float), tx1=crossings, spikePow=power, sentenceText=['No.']*6)
@@ -144,7 +144,7 @@ def test_a_folder_is_completed_and_a_newer_file_read_again(tmp_path, monkeypatch
     assert sorted(p.name for p in (tmp_path/'out'/'t12.2022.05.17').iterdir()) == ['data_train.hdf5', 'data_val.hdf5']
 
 
-def test_a_file_that_is_replaced_by_an_older_one_or_removed_is_noticed(tmp_path):
+def test_a_file_that_is_replaced_by_an_older_one_or_removed_is_detected(tmp_path):
     first = write(tmp_path)
     write(tmp_path, 'competitionHoldOut')
     folder = tmp_path/'out'/first.stem
@@ -167,7 +167,7 @@ def test_a_file_that_is_replaced_by_an_older_one_or_removed_is_noticed(tmp_path)
     assert '2022.06.02' in (folder.parent/'.imported.json').read_text()
 
 
-def test_a_session_that_cannot_be_written_whole_is_not_there(tmp_path):
+def test_a_session_that_cannot_be_written_completely_is_removed(tmp_path):
     write(tmp_path)
     write(tmp_path, 'test', spikePow=None)
     assert (refusal(tmp_path).field, refusal(tmp_path).found) == ('spikePow', 'nothing')
@@ -195,7 +195,7 @@ NOT_FINITE = [*POWER[:2], np.where(np.indices((22, 256))[1] == 127, np.nan, POWE
     (dict(sentenceText=['One.', 'Two.', 'a '*300]), ('trial_0002', 'seq_class_ids'), '600 entries'),
     (dict(sentenceText=['One.', '12', 'Three.']), ('trial_0001', 'seq_len'), '0'),
 ])
-def test_what_is_wrong_has_its_place(tmp_path, changes, place, found):
+def test_errors_name_the_place(tmp_path, changes, place, found):
     path = write(tmp_path, **changes)
     problem = refusal(tmp_path)
     assert (problem.file, problem.trial, problem.field) == (str(path), *place)
@@ -251,7 +251,7 @@ def test_a_model_of_256_features_learns_from_a_store_of_them(imported, tmp_path)
     assert result['finished'] and result['step'] == 3 and torch.isfinite(torch.tensor(result['val_loss']))
 
 
-def test_files_of_matlab_are_no_sessions_yet(imported):
+def test_matlab_files_are_not_sessions_yet(imported):
     assert '`b2t data import`' in validate(imported/'matlab').advice[0]
 
 
@@ -261,7 +261,7 @@ def test_a_model_of_another_width_is_refused_before_a_step(imported, tmp_path):
         train(*stores, preset('demo'), tmp_path/'run', progress=False)
 
 
-def test_two_participants_are_no_one_store(imported, tmp_path):
+def test_two_participants_are_not_one_store(imported, tmp_path):
     (tmp_path/'t15.2023.08.11').mkdir()
     (tmp_path/'t12.2022.04.28').symlink_to(imported/'sessions/t12.2022.04.28')
     with pytest.raises(StoreError, match='t15.2023.08.11 with 512'):

@@ -34,7 +34,7 @@ for args in (*helps(main, []), ['keys'], ['devices'], ['keys', 'nö→'], ['all-
 
 
 @pytest.mark.parametrize('encoding', ['ascii', 'latin-1', 'cp1252'])
-def test_what_a_terminal_cannot_show_is_replaced(encoding, tmp_path):
+def test_characters_that_a_terminal_cannot_show_are_replaced(encoding, tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ('LC_ALL', 'LANG', 'PYTHONUTF8')}
     env |= dict(PYTHONIOENCODING=encoding, LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0')
     (tmp_path/'verbs.py').write_text(CODE, encoding='utf-8')
@@ -48,7 +48,7 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, tmp_path):
 HOSTILE = '\x1b]0;title\x07\x9b31m\r\x08'
 
 
-def test_nothing_in_a_file_or_a_name_steers_the_terminal(tmp_path):
+def test_files_and_names_cannot_control_the_terminal(tmp_path):
     "Names of systems and corpora, sentences, a run's folder, preset, plugin, model and data, and broken keys."
     from click.testing import CliRunner
 

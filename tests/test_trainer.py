@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copies import call, call_as_ranks, call_with
-from killed import LIMIT, ask_before_each_step, kill_behind_a_checkpoint, wait_for_checkpoint
+from killed import LIMIT, ask_before_each_step, kill_after_a_checkpoint, wait_for_checkpoint
 
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
@@ -121,7 +121,7 @@ def test_steps_of_a_refit_are_those_of_a_run_on_both_splits(stores, tmp_path):
         infer(tmp_path/'refit.pt', stores[1], tmp_path/'val_logits', 'cpu', progress=False)
 
 
-def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
+def test_weights_after_some_steps_equal_the_official_recipes(stores):
     """Lists of day parameters, LambdaLR, AdamW with three groups, and clipping, reimplemented here, give the same
     weights to float32's precision."""
     cfg = config(
@@ -213,7 +213,7 @@ def train_in_a_copy(allowed, folder, out, n_threads, changes):
 def kill_training(stores, out, steps, delay=0., **changes):
     "Kill a training in another process, some seconds after its next checkpoint."
     arguments = stores[0].path.parent, out, torch.get_num_threads(), changes
-    kill_behind_a_checkpoint(train_in_a_copy, arguments, out/'last.pt', steps, delay)
+    kill_after_a_checkpoint(train_in_a_copy, arguments, out/'last.pt', steps, delay)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores, tmp_path):
@@ -292,7 +292,7 @@ def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path):
     assert result['finished'] and f'{SESSIONS[0]} block 1 trial 3 (trial_0003)' in str(warned[0].message)
 
 
-def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores):
+def test_a_loss_that_is_not_a_number_names_its_trials_and_keeps_the_weights(stores):
     t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
     t.train_step(*t.loader(0))
     before = {k: v.clone() for k, v in t.model.state_dict().items()}
@@ -360,7 +360,7 @@ def damaged(path, damage):
 
 @pytest.mark.parametrize('damage', ['gone', 'cut', 'a byte', 'empty', 'text', 'zeros'])
 @pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
-def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path, capsys):
+def test_a_lost_best_model_is_rebuilt(damage, steps, stores, tmp_path, capsys):
     "The same command ends with a readable model, which equals the lost one if the last model was the best."
     cfg = config(num_training_batches=12, batches_per_val_step=12)
     result = train(*stores, cfg, tmp_path, progress=False)
@@ -416,7 +416,7 @@ def test_models_without_the_state_of_their_training_are_kept(stores, tmp_path, c
 
 
 @pytest.mark.parametrize('damage', ['gone', 'empty', 'text'])
-def test_a_training_without_its_curves_goes_on(damage, stores, tmp_path, capsys):
+def test_a_training_without_its_curves_continues(damage, stores, tmp_path, capsys):
     train(*stores, config(num_training_batches=3), tmp_path, progress=False)
     damaged(tmp_path/'history.csv', damage)
     for steps, rows in (3, []), (6, [6]):
@@ -441,7 +441,7 @@ def test_models_of_a_refit_that_are_lost(stores, tmp_path):
         train(*stores, cfg, tmp_path, progress=False)
 
 
-def test_a_state_that_is_damaged_names_what_helps(stores, tmp_path):
+def test_errors_about_a_damaged_state_name_a_remedy(stores, tmp_path):
     cfg = config(num_training_batches=3)
     train(*stores, cfg, tmp_path, progress=False)
     damaged(tmp_path/'last.pt', 'cut')
@@ -488,7 +488,7 @@ def test_inference_agrees_with_validation(stores, tmp_path):
     assert per_of(logits, stores[1]) == pytest.approx(result['val_per'])
 
 
-def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(monkeypatch):
+def test_the_budget_uses_typical_steps_and_timed_validations(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, 'monotonic', lambda: now[0])
     def takes(seconds): now[0] += seconds
@@ -554,7 +554,7 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
         launch(2, *stores, config(**{'data.batch_size': 5}), tmp_path/'five', progress=False)
 
 
-def test_what_a_process_refuses_is_told_without_a_traceback(stores, tmp_path, capfd):
+def test_refusals_in_a_process_have_no_traceback(stores, tmp_path, capfd):
     from b2t_kaggle.pytorch.launch import launch
     with pytest.raises(TrainingError, match='train.replay = true is for XLA'):
         launch(1, *stores, config(**{'train.replay': True}), tmp_path, progress=False)
@@ -595,7 +595,7 @@ def train_in_little_memory(folder, where, out):
         ('model', ['the model and its optimiser do not fit', 'model.n_units']),
     ],
 )
-def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, words):
+def test_errors_about_memory_say_what_to_change(stores, tmp_path, where, words):
     "A real memory limit is exceeded by the gradients of the first step, or by the model."
     p = call(train_in_little_memory, stores[0].path.parent, where, tmp_path)
     p.join(300)
@@ -615,7 +615,7 @@ def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
     raise_if_oom(RuntimeError('something else'), t.backend.device.name, t.cfg, t)   # Other errors are ignored
 
 
-def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
+def test_a_run_may_continue_in_smaller_parts(stores, tmp_path):
     train(*stores, config(num_training_batches=7), tmp_path, progress=False)
     assert train(*stores, config(num_training_batches=9, accumulate=2), tmp_path, progress=False)['step'] == 9
     with pytest.raises(
@@ -723,7 +723,7 @@ def louder(features): return 1.2*features
 
 
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
-def test_a_term_and_an_augmentation_of_ones_own(stores, tmp_path, precision):
+def test_a_custom_term_and_augmentation(stores, tmp_path, precision):
     "Both have an effect, the term has curves, also with two views, and a run continues only with the same functions."
     few = dict(num_training_batches=4, batches_per_val_step=2, batches_per_save=2, precision=precision, cr_ctc=.2,
                processes=1)
@@ -738,14 +738,14 @@ def test_a_term_and_an_augmentation_of_ones_own(stores, tmp_path, precision):
         train_any(*stores, config(**few), tmp_path/'term', progress=False, loss=lambda logits: change(logits, 1))
 
 
-def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
+def test_only_the_process_with_the_bad_trial_reports_it(stores):
     step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: dict(loss=np.ones(2), grad_norm=norm))
     with pytest.raises(TrainingError, match='^the bad one$'):
         Rank(stores[0], ('the bad one', True)).check_finite(step(math.nan))
     Rank(stores[0], None).check_finite(step(1.))
 
 
-def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
+def test_results_are_read_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
     """As on an accelerator, the history has the same rows, and a loss that is not a number is detected a few steps
     later, before anything is saved."""
     whole = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'each', progress=False)
@@ -787,7 +787,7 @@ def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
     assert f'{load_file(tmp_path/"last.pt")["step"]:,} of 1,000,000 batches are saved' in printed
 
 
-def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
+def test_processes_end_with_their_parent(stores, tmp_path):
     "The parent and torchrun are killed, so only the system can end the workers."
     import psutil
 

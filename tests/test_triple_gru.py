@@ -107,7 +107,7 @@ def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
 
 
 @pytest.mark.parametrize('strength', [0.5, 2, torch.tensor(0.25)])
-def test_the_gradient_is_reversed_for_what_lies_before_the_noise(strength):
+def test_the_gradient_is_reversed_up_to_the_noise(strength):
     model = random_model()
     args = batch([12, 9])
     loss = sum((noisy**2).sum() for noisy in model(*args[:2], mode='full', grl_lambda=strength)[1])
@@ -123,7 +123,7 @@ def test_the_gradient_is_reversed_for_what_lies_before_the_noise(strength):
             )
 
 
-def test_inference_is_the_clean_part_alone(monkeypatch):
+def test_inference_uses_only_the_clean_part(monkeypatch):
     model = random_model()
     args = batch([12, 9])
     clean = model(*args[:2], mode='full')[0]
@@ -143,7 +143,7 @@ def test_cut_trials_continue():
     torch.testing.assert_close(torch.cat([first, clean], 1), whole, rtol=0, atol=1e-10)
 
 
-def test_loss_is_the_sum_that_is_written():
+def test_loss_is_the_weighted_sum():
     out = torch.randn(3, 6, 5), torch.randn(3, 6, 5), torch.randn(3, 6, 11)
     frames = torch.tensor([6, 1, 4])
     def ctc(logits): return logits.square().sum((1, 2))

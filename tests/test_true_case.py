@@ -30,7 +30,7 @@ def models(tmp_path_factory):
     return plain, cased
 
 
-def test_scores_are_those_of_lower_case(models):
+def test_scores_equal_those_of_lower_case(models):
     plain, cased = map(Automaton.load, models)
     assert 'I' not in plain and plain.order == cased.order == 3
     for s in [*TEXT, 'anne and mcneil know i will', 'nobody is here']: assert plain.score(s) == cased.score(s)
@@ -38,7 +38,7 @@ def test_scores_are_those_of_lower_case(models):
     assert report.oov['text'] == 0
 
 
-def test_words_with_accents_are_those_of_the_lexicon(tmp_path):
+def test_words_with_accents_match_the_lexicon(tmp_path):
     "The lexicon has plain words, like every text that is decoded or scored."
     write_arpa(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Café', 'nai\u0308ve', 'crème', 'creme'], [7],
                [Grams(np.arange(7)[:, None], -np.arange(7.), np.zeros(7))])
@@ -60,7 +60,7 @@ def test_kenlm_finds_the_same_words(models, tmp_path):
         assert lm.score(word, False, False) == pytest.approx(ours.score(word, False, False), abs=1e-4)
 
 
-def test_kept_arrays_have_the_same_names(models, tmp_path, monkeypatch):
+def test_cached_arrays_have_the_same_names(models, tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     monkeypatch.setattr(Automaton, 'MIN_CACHED_BYTES', 0)
     first, kept = load_ngram(models[1]), load_ngram(models[1])
@@ -87,7 +87,7 @@ def test_lexicon_and_tools(models, tmp_path):
     (["O'Neil", 'x'], "o'neil", "O'Neil"), (['don’t', 'x'], "don't", 'don’t'), (['McNeil'], 'mcneil', 'McNeil'),
 ])
 @pytest.mark.parametrize('first', [0, 1])
-def test_which_spelling_is_taken(reader, words, name, taken, first, tmp_path):
+def test_which_spelling_is_used(reader, words, name, taken, first, tmp_path):
     "The lower-case spelling is used, else the most probable one, wherever it is in the file."
     all_words = ['<unk>', '<s>', '</s>', *(words[::-1] if first else words)]
     log_prob = np.array([-3, 0, -2, *(-1.5 - words.index(w) for w in all_words[3:])])

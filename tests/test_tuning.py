@@ -19,11 +19,11 @@ LEXICON = {'a': [['AA']], 'b': [['B']], 'ab': [['AA', 'B']], 'ba': [['B', 'AA']]
 REFERENCES = ['a b', 'ab', 'ba a', 'a ab', 'b', 'aab b', 'a ba', 'ab ab', 'b a', 'a', 'ba', 'aab']
 GRID = dict(acoustic_scale=np.array([0.4, 0.8, 1.6]), lm_weight=np.array([1.]), blank_penalty=np.array([1., 3., 9.]),
             word_score=np.array([-1., 0., 1.]))
-FONDNESS = 27.
+BLANK_FACTOR = 27.
 
 
-def frames(sentence, seed, fondness=1.):
-    "Noisy frames of a model that overestimates the odds of the blank by the factor `fondness`."
+def frames(sentence, seed, blank_factor=1.):
+    "Noisy frames of a model that overestimates the odds of the blank by the factor `blank_factor`."
     rng = np.random.default_rng(seed)
     rows = [[0]]
     for word in sentence.split():
@@ -31,7 +31,7 @@ def frames(sentence, seed, fondness=1.):
     ids = np.concatenate(rows).astype(int)
     x = 2.*rng.standard_normal((len(ids), 41))
     x[np.arange(len(ids)), ids] += 5
-    x[:, 0] += np.log(fondness)
+    x[:, 0] += np.log(blank_factor)
     return x - np.logaddexp.reduce(x, axis=1, keepdims=True)
 
 
@@ -59,19 +59,19 @@ def searches_of(decoder, trials, points):
     return searches
 
 
-def test_a_blank_that_is_too_likely_is_undone_by_its_penalty(decoder, trials):
+def test_a_penalty_compensates_for_a_blank_that_is_too_likely(decoder, trials):
     """Multiplying the blank's odds and the penalties by 27 gives equivalent trials, with the same errors at each point;
     this determines the choice."""
-    fond = [frames(s, seed, FONDNESS) for seed, s in enumerate(REFERENCES)]
+    biased = [frames(s, seed, BLANK_FACTOR) for seed, s in enumerate(REFERENCES)]
     plain = tuned(decoder, trials)
-    other = tuned(decoder.with_options(blank_penalty=FONDNESS), fond,
-                  grid=GRID | dict(blank_penalty=FONDNESS*GRID['blank_penalty']))
+    other = tuned(decoder.with_options(blank_penalty=BLANK_FACTOR), biased,
+                  grid=GRID | dict(blank_penalty=BLANK_FACTOR*GRID['blank_penalty']))
     assert other.edits == plain.edits and other.fold_edits == plain.fold_edits
     for a, b in zip((plain.candidate, *plain.folds), (other.candidate, *other.folds), strict=True):
-        assert b == a._replace(blank_penalty=FONDNESS*a.blank_penalty)
+        assert b == a._replace(blank_penalty=BLANK_FACTOR*a.blank_penalty)
     # The penalty is also found from a start of 1
     wide = GRID | dict(blank_penalty=3.**np.arange(6))
-    found = tuned(decoder, fond, grid=wide)
+    found = tuned(decoder, biased, grid=wide)
     assert found.candidate.blank_penalty >= 9 and found.edits['candidate'] < found.edits['start']
 
 
@@ -84,7 +84,7 @@ def test_only_ratios_count(decoder, trials):
     assert doubled.candidate == SearchWeights(*np.array(plain.candidate)*[2, 2, 1, 2])
 
 
-def test_the_grid_is_what_searches_find(decoder, lm, trials):
+def test_the_grid_agrees_with_searches(decoder, lm, trials):
     "Each point is compared with a decoder that has its weights."
     searches = searches_of(decoder, trials, [(1, 0, 0, 1), (0, 0, 2, 1), (2, 0, 1, 1)])
     for point in itertools.product(range(3), [0], range(3), range(3)):
@@ -95,7 +95,7 @@ def test_the_grid_is_what_searches_find(decoder, lm, trials):
         assert searches.table[(slice(None), *point)].tolist() == expected, weights
 
 
-def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials):
+def test_a_fold_does_not_affect_its_own_weights(decoder, trials):
     "The errors of a fold's own trials do not affect its choice."
     searches = searches_of(decoder, trials, itertools.product(range(3), [0], range(3), range(3)))
     fold = np.arange(12) % 3
@@ -116,7 +116,7 @@ def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials):
     assert changes
 
 
-def test_the_figures_are_those_of_the_sentences(decoder, lm, trials):
+def test_the_figures_agree_with_the_sentences(decoder, lm, trials):
     "Start, candidate and folds are compared with decoders that have their weights."
     result = tuned(decoder, trials)
     def edits(weights, some):
@@ -140,7 +140,7 @@ def test_tuned_weights_make_no_more_errors_than_the_start(decoder, trials, seed)
     assert result.edits['candidate'] <= result.edits['start']
 
 
-def test_nothing_but_the_trials_decides(decoder, trials):
+def test_results_depend_only_on_the_trials(decoder, trials):
     first = tuned(decoder, trials)
     assert tuned(decoder, trials, n_jobs=3) == first
     some = tuned(decoder, trials, most=5)

@@ -44,11 +44,11 @@ def refused(requirements, pins):
 
 
 @pytest.mark.parametrize('image, prefix', [(image, prefix) for image in EXTRAS for prefix in EXTRAS[image]])
-def test_what_stands_on_the_image_fits(image, prefix):
+def test_the_images_packages_fit(image, prefix):
     assert refused(requirements(prefix), in_known_versions(image)) == []
 
 
-def test_what_does_not_fit_is_found():
+def test_packages_that_do_not_fit_are_found():
     "The ranges of 0.1.0, which replaced three packages of the GPU image."
     old = 'torch>=2.8 h5py>=3.10,<3.15 pyarrow>=16 ipykernel>=6.29 nbconvert>=7.16'
     assert refused(map(Requirement, old.split()), in_known_versions('gpu')) == ['h5py', 'ipykernel', 'nbconvert']
@@ -59,7 +59,7 @@ def test_images_are_known():
     assert in_known_versions('gpu')['jupyter-client'] == '7.4.9'
 
 
-def test_the_lowest_versions_are_those_that_were_tried():
+def test_the_lowest_versions_were_tested():
     tried = read_pins(ROOT/'tests'/'lowest.txt')
     for r in requirements():
         lowest = [s for s in r.specifier if s.operator in ('>=', '==')]

@@ -34,7 +34,7 @@ def test_there_are_workflows_and_forms():
 
 
 @pytest.mark.parametrize('path', WORKFLOWS, ids=lambda p: p.stem)
-def test_a_workflow_calls_scripts_that_are_here(path):
+def test_a_workflow_calls_existing_scripts(path):
     workflow = read(path)
     assert workflow['on'] and workflow['permissions'] == dict(contents='read')
     commands = [step['run'] for step in steps(path) if 'run' in step]
@@ -57,7 +57,7 @@ def test_every_script_of_ci_is_called():
     assert [p.name for p in (ROOT/'.ci').iterdir() if f'.ci/{p.name}' not in called] == []
 
 
-def test_the_tests_run_on_every_python_that_the_kit_is_for():
+def test_the_tests_run_on_every_supported_python():
     matrix = read(ROOT/'.github/workflows/tests.yml')['jobs']['tests']['strategy']['matrix']['python']
     classifiers = re.search(r"for v in \((.*?)\)\)", (ROOT/'setup.py').read_text()).group(1)
     assert matrix == re.findall(r'[\d.]+', classifiers) and matrix[0] == settings()['min_python']
@@ -88,7 +88,7 @@ def test_a_release_wants_the_tag_of_its_version():
     assert r.returncode == 1 and 'CHANGELOG.md has no date' in r.stderr
 
 
-def test_badges_are_true():
+def test_badges_agree_with_the_files():
     readme = (ROOT/'README.md').read_text()
     url = settings()['git_url'].replace('%(user)s', settings()['user']).replace('%(repo)s', settings()['repo'])
     shown = re.findall(r'\[!\[.*?\]\((.*?)\)\]\((.*?)\)', readme)

@@ -232,7 +232,7 @@ def test_gradients_that_balancer_and_whiten_edit():
     assert {name for name, m in whitens.items() if m.prob == 0.025} == set(g['edited_whiten_not_fired'])
 
 
-def rate_of_one(model, part):
+def skip_always(model, part):
     "Always skip a part that is skipped at random."
     for m in model.modules():
         if part == 'bypass_skip_rate' and hasattr(m, 'bypass'): m.bypass.skip_rate = 1.0
@@ -242,10 +242,10 @@ def rate_of_one(model, part):
 @needs_reference
 @pytest.mark.parametrize('part', ['none', 'attention_skip_rate', 'conv_skip_rate', 'ff2_skip_rate', 'ff3_skip_rate',
                                   'const_attention_rate', 'bypass_skip_rate', 'pos_emb_skip_rate', 'layerdrop_rate'])
-def test_one_random_part_is_certain(part):
+def test_a_random_part_is_always_skipped(part):
     f = figures('encoder_tiny')
     model = training_model()
-    rate_of_one(model, part)
+    skip_always(model, part)
     close(encode(model, f['x'], f['lens'])[1], figures('encoder_gradients')[f'rate1.{part}'])
 
 
@@ -443,7 +443,7 @@ EVERYTHING = {'model.balancer': True, 'model.whiten': True, 'model.skips': True,
               'model.encoder_unmasked_dim': [16]}
 
 
-def test_a_run_continues_exactly_with_all_that_is_random(tmp_path):
+def test_a_run_continues_exactly_with_all_randomness(tmp_path):
     "Limits, whitening, skips and dropout are on; the run would differ without the saved state of Whiten."
     write_toy(tmp_path)
     def trainer(checkpoint=None):

@@ -43,7 +43,7 @@ def test_hostile_files_and_damaged_ones(kinds, secret, tmp_path, name, request):
 
 
 @pytest.mark.parametrize('expected', READERS)
-def test_the_campaign_notices_what_it_looks_for(kinds, tmp_path, secret, expected):
+def test_the_campaign_detects_broken_readers(kinds, tmp_path, secret, expected):
     "Readers that fail in each of the ways are all detected."
     seconds = {'seconds': 2} if expected == 'hangs' else {}
     found = in_a_process(try_reader, tmp_path/'case', kinds_in(kinds)['config'].path, expected, secret, **seconds)

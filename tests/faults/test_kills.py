@@ -89,7 +89,7 @@ def draw(name: str, n: int, count: int) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize('name', STAGES)
-def test_a_stage_that_is_killed_at_a_write_makes_the_same(stages, name, request):
+def test_a_stage_killed_at_a_write_has_the_same_result(stages, name, request):
     room, known = stages
     count, expected = known[name]
     assert count > 3 and expected

@@ -115,10 +115,10 @@ def check_line(error, path, *words):
     assert '\n' not in text and len(text) < 500
 
 
-@pytest.mark.parametrize('room', WRITERS)
-def test_a_file_that_must_not_grow(room, tmp_path):
+@pytest.mark.parametrize('package', WRITERS)
+def test_a_file_that_must_not_grow(package, tmp_path):
     "The first write, a replacement of an older file, and a write with enough space."
-    name, write = WRITERS[room]
+    name, write = WRITERS[package]
     path = tmp_path/name
     for before in ({}, None):
         if before is None:
@@ -131,9 +131,9 @@ def test_a_file_that_must_not_grow(room, tmp_path):
     assert len(contents(tmp_path)) == 1
 
 
-@pytest.mark.parametrize('room', WRITERS)
-def test_what_is_no_file_is_not_replaced(room, tmp_path):
-    name, write = WRITERS[room]
+@pytest.mark.parametrize('package', WRITERS)
+def test_special_files_are_not_replaced(package, tmp_path):
+    name, write = WRITERS[package]
     path = tmp_path/name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
@@ -145,33 +145,33 @@ def test_what_is_no_file_is_not_replaced(room, tmp_path):
     assert path.is_char_device()
 
 
-def test_a_folder_that_goes_away(tmp_path, monkeypatch):
+def test_a_folder_that_disappears(tmp_path, monkeypatch):
     "The folder disappears just before the file is renamed."
     rename = os.replace
     def remove_first(old, new):
         shutil.rmtree(Path(new).parent)
         rename(old, new)
     monkeypatch.setattr(os, 'replace', remove_first)
-    for room in ('store', 'checkpoint', 'arpa', 'n-best'):
-        name, write = WRITERS[room]
+    for package in ('store', 'checkpoint', 'arpa', 'n-best'):
+        name, write = WRITERS[package]
         with pytest.raises(WriteError) as error: write(tmp_path/'run'/name)
         check_line(error, tmp_path/'run'/name, 'its folder disappeared while it was written')
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full(small_disk):
-    for room in ('session', 'store', 'checkpoint', 'arpa.gz', 'text', 'folder'):
-        name, write = WRITERS[room]
+def test_a_full_disk(small_disk):
+    for package in ('session', 'store', 'checkpoint', 'arpa.gz', 'text', 'folder'):
+        name, write = WRITERS[package]
         (small_disk/'others').write_bytes(bytes(96 << 10))
-        path = small_disk/room/name
-        if path.parent != small_disk/room: path.parent.mkdir(parents=True)
+        path = small_disk/package/name
+        if path.parent != small_disk/package: path.parent.mkdir(parents=True)
         with pytest.raises(WriteError) as error: write(path)
         reason = 'not written, because the disk is full'
         if 'free, expected at least' not in str(error.value): check_line(error, path, reason, 'no part of it was left')
         (small_disk/'others').unlink()
         write(path)
-        assert len(contents(small_disk/room)) == 1
-        shutil.rmtree(small_disk/room)
+        assert len(contents(small_disk/package)) == 1
+        shutil.rmtree(small_disk/package)
     gc.collect() # Release memory maps of removed files
     with pytest.raises(WriteError, match='102 kB free, expected at least 200 kB for the trials'):
         require_space(small_disk, 200_000, 'the trials')
@@ -207,7 +207,7 @@ write(0)
 '''
 
 
-def test_a_killed_process_leaves_nothing_behind(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
     "Its temporary files stay as long as it lives; a folder that was being replaced is restored."
     run = Run(tmp_path/'run', tmp_path/'work')
     adapter = run.dir/'adapter'
@@ -232,7 +232,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
     assert left() == [] and (adapter/'weights').read_text() == 'old'
 
 
-def test_estimates_are_near_what_is_written(tmp_path):
+def test_estimates_are_close_to_the_written_size(tmp_path):
     "Estimates are rather too large than too small."
     write_session(session_path(tmp_path, DAY, 'train'), trials(400))
     for options in (dict(), dict(dtype='float32', feature_subset=list(range(64)))):
@@ -249,7 +249,7 @@ def test_estimates_are_near_what_is_written(tmp_path):
         assert 0.9*real < sizes[name] < 1.1*real
 
 
-def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
+def test_free_space_is_checked_before_anything_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr('b2t_kaggle.core.files.free_space', lambda folder: 50_000)
     size = dict(n_sessions=1, train=5, val=1, test=1, lm_sentences=10)
     with pytest.raises(WriteError, match='50.0 kB free, expected at least .* for 5 simulated trials'):
@@ -261,7 +261,7 @@ def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
     assert not list(tmp_path.glob('*.ar*'))
 
 
-def test_the_command_says_it_in_one_line(tmp_path):
+def test_the_command_reports_it_in_one_line(tmp_path):
     (tmp_path/'text').write_text('\n'.join(sentences(200)))
     build = ['lm', 'build', '--sentences', '--order', '3', str(tmp_path/'text'), '-o']
     with largest_file(LIMIT): result = CliRunner().invoke(main, [*build, str(tmp_path/'lm.arpa')])
@@ -292,7 +292,7 @@ def test_a_stage_says_what_was_kept(tmp_path, monkeypatch):
     assert text.startswith(f'stage train: {run.dir}/notebooks/03_train.ipynb: not written, because the disk is full')
 
 
-def test_what_changes_while_it_is_read_is_called_that(tmp_path):
+def test_errors_name_files_that_change_while_they_are_read(tmp_path):
     path = tmp_path/'a.arrow'
     store = write_ragged(path, [np.arange(3.), np.arange(4.)])
     damaged = bytearray(path.read_bytes())

@@ -11,7 +11,7 @@ HERE = {'', 'localhost', 'localhost.localdomain', os.uname().nodename}
 LOOKUPS = {'socket.getaddrinfo', 'socket.gethostbyname'}
 REVERSE = {'socket.gethostbyaddr', 'socket.getnameinfo'}
 CONNECTIONS = {'socket.connect', 'socket.sendto', 'socket.sendmsg'}
-HEARD = LOOKUPS | REVERSE | CONNECTIONS # Audit events; Python raises many others
+CHECKED_EVENTS = LOOKUPS | REVERSE | CONNECTIONS # Audit events; Python raises many others
 
 
 def _as_ip(host):
@@ -22,7 +22,7 @@ def _as_ip(host):
 
 def _guard(event, args):
     "Raise the error that Python raises on a machine without a network."
-    if event not in HEARD: return
+    if event not in CHECKED_EVENTS: return
     if event in CONNECTIONS: host = args[1][0] if isinstance(args[1], tuple) and args[1] else None
     else: host = args[0][0] if isinstance(args[0], tuple) else args[0]
     if isinstance(host, bytes): host = host.decode('ascii', 'replace')

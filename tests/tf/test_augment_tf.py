@@ -29,7 +29,7 @@ def only(**kw): return NONE.model_copy(update=kw)
 
 @settings(max_examples=10)
 @given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 4), std=st.floats(0.4, 13), cut=st.integers(0, 2))
-def test_smoothing_and_cut_are_those_of_pytorch(B, T, C, std, cut):
+def test_smoothing_and_cut_equal_pytorchs(B, T, C, std, cut):
     x = np.random.default_rng(T).standard_normal((B, T, C)).astype('float32')
     k = gaussian_kernel(std=std)
     np.testing.assert_allclose(smooth(tf.constant(x), k), smooth_pt(torch.tensor(x), k), atol=1e-6)
@@ -41,7 +41,7 @@ def test_smoothing_and_cut_are_those_of_pytorch(B, T, C, std, cut):
 @settings(max_examples=20)
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5), n_masks=st.integers(1, 30),
        part=st.floats(0, 1), seed=st.integers(0, 10**6))
-def test_masks_of_the_same_numbers_are_those_of_pytorch(lengths, n_masks, part, seed):
+def test_masks_of_the_same_numbers_equal_pytorchs(lengths, n_masks, part, seed):
     x = torch.randn(len(lengths), 200, 2)
     n_bins = torch.tensor(lengths)
     g = torch.Generator()

@@ -74,7 +74,7 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
 
 
-def test_a_disk_that_fills(small_disk):
+def test_a_full_disk(small_disk):
     "If HDF5 wrote directly to the disk, it would end the process."
     (small_disk/'others').write_bytes(bytes(96 << 10))
     path = small_disk/'best.weights.h5'
@@ -83,7 +83,7 @@ def test_a_disk_that_fills(small_disk):
     assert os.listdir(small_disk) == ['others']
 
 
-def test_a_changed_byte_is_recognised_or_does_no_harm(tmp_path):
+def test_a_changed_byte_is_detected_or_harmless(tmp_path):
     path = tmp_path/'last.weights.h5'
     model = build_model(CFG.model, 1)
     rng = np.random.default_rng(0)

@@ -123,7 +123,7 @@ def test_the_build_explains_the_failure(build, message, monkeypatch):
     assert (d.kind, d.precision) == ('cpu', 'float32') and 'has no kernels for a TPU' in d.reason
 
 
-def test_a_tpu_that_is_pytorchs_is_left_alone(monkeypatch):
+def test_a_tpu_of_pytorch_is_left_alone(monkeypatch):
     calls = simulate_tpu(monkeypatch, 8, KAGGLE)
     monkeypatch.setitem(sys.modules, 'torch_xla', ModuleType('torch_xla'))
     message = 'accelerator tpu: PyTorch/XLA is imported in this process, and only one of the two can use a TPU'
@@ -132,7 +132,7 @@ def test_a_tpu_that_is_pytorchs_is_left_alone(monkeypatch):
     assert d.kind == 'cpu' and 'the TPU is not used: PyTorch/XLA is imported' in d.reason and not calls
 
 
-def test_a_build_for_tpus_goes_on_without_xla(monkeypatch, capsys):
+def test_a_build_for_tpus_continues_without_xla(monkeypatch, capsys):
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=tf.errors.InternalError(None, None, 'held by another process'))
     monkeypatch.setattr(detection, 'installed_packages', lambda: {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'})
     message = "TensorFlow does not start the TPU 'local': held by another process"
@@ -147,7 +147,7 @@ def test_a_build_for_tpus_goes_on_without_xla(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('cores, replicas', [(1, 1), (8, 1), (7, 7)])
-def test_too_few_cores_are_noticed(cores, replicas, monkeypatch, capsys):
+def test_too_few_cores_are_detected(cores, replicas, monkeypatch, capsys):
     simulate_tpu(monkeypatch, cores, KAGGLE, replicas)
     message = f'TensorFlow uses {replicas} of 8 cores; check that no variable'
     with pytest.raises(DeviceError, match=f'accelerator tpu: {message}'): create_tpu_strategy(accelerator='tpu')
@@ -156,7 +156,7 @@ def test_too_few_cores_are_noticed(cores, replicas, monkeypatch, capsys):
     assert f', {replicas} replica' in capsys.readouterr().out
 
 
-def test_an_unknown_number_of_cores_is_said(monkeypatch, capsys):
+def test_an_unknown_number_of_cores_is_reported(monkeypatch, capsys):
     simulate_tpu(monkeypatch, 1, {'TPU_NAME': 'mine'})
     assert create_tpu_strategy(accelerator='tpu').num_replicas_in_sync == 1
     assert 'TensorFlow uses 1 of its cores (number of cores unknown)' in capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_an_optimiser_of_pytorch_after_tensorflow():
     assert r.returncode == 0, r.stderr
 
 
-def test_processors_compute_bfloat16_by_way_of_float32():
+def test_cpus_compute_bfloat16_in_float32():
     "So float32 is the default on CPUs."
     if 'amx_bf16' in cpu_flags(): pytest.skip('seen on processors without AMX')
     with tf.device('CPU'):

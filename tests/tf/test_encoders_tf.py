@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
 import encoders
 from encoders import LEARNED_BY_100, open_toy, train_until_right, with_steps, write_toy
-from killed import ask_before_each_step, kill_behind_a_checkpoint
+from killed import ask_before_each_step, kill_after_a_checkpoint
 from train_toy import first_steps, start_copies, write_first_steps
 
 from b2t_kaggle.config.encoders.encoder import encoders_in
@@ -84,7 +84,7 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     without_kill, never_killed = trained(name)
     cfg = with_steps(config(name), never_killed['step'])
     start_copies()
-    kill_behind_a_checkpoint(train_in_a_copy, (data, cfg, tmp_path), tmp_path/'last.weights.h5', steps=50)
+    kill_after_a_checkpoint(train_in_a_copy, (data, cfg, tmp_path), tmp_path/'last.weights.h5', steps=50)
     assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 100
     result = train(*open_toy(data), cfg, tmp_path, progress=False)
     assert result['step'] == never_killed['step']

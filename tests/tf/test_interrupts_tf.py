@@ -33,7 +33,7 @@ def toy(tmp_path_factory):
     return folder
 
 
-def train_aloud(folder, out, writing):
+def train_and_write_output(folder, out, writing):
     "Train in a separate process: its output goes to a pipe, and the message of its interruption to a file."
     signal.signal(signal.SIGHUP, signal.SIG_DFL) # `nohup` ignores it
     for stream in 1, 2: os.dup2(writing.fileno(), stream)
@@ -46,7 +46,7 @@ def train_aloud(folder, out, writing):
 def test_a_training(toy, tmp_path, how):
     start_copies()
     reading, writing = copies.CONTEXT.Pipe(duplex=False)
-    p = copies.call(train_aloud, toy, tmp_path, writing)
+    p = copies.call(train_and_write_output, toy, tmp_path, writing)
     writing.close()
     read_until(reading.fileno(), STEPS)
     if how in signal.Signals.__members__: os.kill(p.pid, signal.Signals[how])

@@ -42,7 +42,7 @@ def test_a_session_leaves_a_model_and_log_probabilities(tmp_path):
     ('a GPU without bfloat16', None, 'device:      cpu ('),
     ('nothing', {'tensorflow-cpu': '2.21.0'}, 'device:      cpu ('),
 ])
-def test_what_was_found_is_printed(machine, packages, message, monkeypatch, tmp_path, capsys):
+def test_the_detected_devices_are_printed(machine, packages, message, monkeypatch, tmp_path, capsys):
     detected = simulate(machine, tmp_path)
     monkeypatch.setattr(detection, 'detect', lambda: replace(detected, packages=packages or detected.packages))
     device_problems('tensorflow', 'auto', False)

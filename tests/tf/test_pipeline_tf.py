@@ -51,7 +51,7 @@ def float32_afterwards():
     configure_mixed_precision('float32')
 
 
-def test_infer_and_the_way_to_pytorch(finished, tmp_path):
+def test_inference_and_conversion_to_pytorch(finished, tmp_path):
     out, options = finished
     work = out.parent/'data'
     assert (out/'train'/'best.weights.h5').exists() and list((out/'train'/'tensorboard').glob('events.*'))
@@ -93,14 +93,14 @@ def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
     assert model.day_weights.shape == (2, 512, 512)
 
 
-def test_a_schedule_that_is_longer_than_the_run_is_said(finished, tmp_path):
+def test_a_schedule_that_is_longer_than_the_run_is_reported(finished, tmp_path):
     work = finished[0].parent/'data'   # which already has sessions
     r = command('simulate', '--out', tmp_path, '--work', work, *TINY, '--set', 'lr_decay_steps=1000')
     warning = 'The learning rate decays over more batches than the 4 of the run'
     assert r.exit_code == 0 and warning in r.stderr, r.output
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_folder(tmp_path):
     r = command('train', '--out', tmp_path, '--set', f'data.dataset_dir={tmp_path}/nowhere')
     advice = 'nowhere is not a folder; pass the folder with the t15.* sessions with --data'
     assert r.exit_code == 1 and advice in r.stderr, r.output

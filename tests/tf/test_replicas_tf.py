@@ -26,4 +26,5 @@ def run_notebook(path):
 @pytest.mark.parametrize('notebook', ['07_feed', '08_inference'])
 def test_with_two_replicas(notebook, tmp_path):
     start_copies()
-    copies.hear({'REPLICAS': '2'}, tmp_path, run_notebook, ROOT/'nbs'/'tensorflow'/f'{notebook}.ipynb', seconds=300)
+    copies.run_and_read({'REPLICAS': '2'}, tmp_path, run_notebook, ROOT/'nbs'/'tensorflow'/f'{notebook}.ipynb',
+                        seconds=300)

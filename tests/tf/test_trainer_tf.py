@@ -10,7 +10,7 @@ tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t
 torch = pytest.importorskip('torch')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
-from killed import ask_before_each_step, kill_behind_a_checkpoint
+from killed import ask_before_each_step, kill_after_a_checkpoint
 from test_trainer import FEATURES, SESSIONS, config, damaged, open_stores, per_of, write_toy
 from train_toy import start_copies, steps, write_steps
 
@@ -51,7 +51,7 @@ TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8}
 
 
 @pytest.mark.parametrize('model', [{'n_buckets': 2}, TRIPLE], ids=['gru', 'triple_gru'])
-def test_the_steps_are_those_of_pytorchs_trainer(stores, model):
+def test_the_steps_equal_those_of_pytorchs_trainer(stores, model):
     """From the same weights: losses, norms, validation, and every weight. With two buckets, clipping, a large epsilon,
     and weight decay everywhere."""
     recipe = {'weight_decay': .02, 'weight_decay_day': .01, 'grad_norm_clip_value': 7.5, 'epsilon': .1,
@@ -76,7 +76,7 @@ def test_the_steps_are_those_of_pytorchs_trainer(stores, model):
     assert len(set(found['lengths'])) == found['traces'] == cfg.data.n_buckets
 
 
-def test_a_compiler_sees_the_same_program_whatever_a_step_draws(stores):
+def test_a_compiler_sees_one_program_for_all_random_numbers(stores):
     "Seeds, cut, days and learning rates are tensors, so XLA also compiles only one program per length."
     t = new_trainer(stores)
     programs = set()
@@ -111,7 +111,7 @@ def killed_run(stores, out, overrides):
     start_copies()
     last = out/'last.weights.h5'
     arguments = stores[0].path.parent, overrides, out
-    kill_behind_a_checkpoint(train_in_a_copy, arguments, last, steps=30, delay=.1)
+    kill_after_a_checkpoint(train_in_a_copy, arguments, last, steps=30, delay=.1)
     return load_last(last)['run']['step']
 
 
@@ -226,7 +226,7 @@ def test_a_time_budget_and_early_stopping(stores, tmp_path):
     assert train(*stores, cpu_config(**kw), tmp_path, progress=False)['step'] == 6
 
 
-def test_a_best_model_that_is_lost_is_made_again(stores, tmp_path, capsys):
+def test_a_lost_best_model_is_rebuilt(stores, tmp_path, capsys):
     cfg = cpu_config(num_training_batches=4, batches_per_val_step=4)
     result = train(*stores, cfg, tmp_path, progress=False)
     best = tmp_path/BEST['tensorflow']
@@ -258,7 +258,7 @@ def test_another_model_in_place_of_the_best_one(stores, tmp_path, capsys):
     assert (tmp_path/f'earlier-2-{best.name}').read_bytes() == whole
 
 
-def test_frozen_parts_are_not_the_optimisers(stores):
+def test_the_optimiser_does_not_have_frozen_parts(stores):
     t = new_trainer(stores, input_trainable=False, rnn_trainable=False)
     assert set(t.optimizer.variables) == {'out.weight', 'out.bias', 'h0'}
 

@@ -61,7 +61,7 @@ def test_training_arguments_equal_pytorchs():
     assert TripleGRUDecoder(theirs.cfg, 1).training_args(3, 100) == theirs.training_args(3, 100)
 
 
-def test_inference_is_the_clean_part_alone(monkeypatch):
+def test_inference_uses_only_the_clean_part(monkeypatch):
     model = small_model(**PATCHED, noise_units=3)
     x, day, _ = batch([20, 20])
     model.noise.out.kernel.assign(np.random.default_rng(0).normal(size=(3, 30)))

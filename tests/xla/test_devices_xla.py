@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from train_toy import hear, on_devices
+from train_toy import on_devices, run_and_read
 
 
 def python(code, tmp_path, n):
@@ -27,7 +27,7 @@ def run_in(folder, code):
 
 def python_in_a_copy(code, folder, n):
     "Output of code in a fork of a process that has imported PyTorch/XLA without starting it."
-    return hear(n, folder, run_in, folder, code)
+    return run_and_read(n, folder, run_in, folder, code)
 
 
 COUNT = """
@@ -78,7 +78,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize('n', [1, 2])
-def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(plain, tmp_path, n):
+def test_programs_are_cached_if_the_backend_can_read_them(plain, tmp_path, n):
     """The CPU backend writes programs but cannot read them, so `XLA` does not cache its programs.
 
     When it is told that the device is a TPU, it does.

@@ -46,11 +46,11 @@ def test_a_session_leaves_a_model_and_log_probabilities(first):
     assert json.loads((run/'stages'/'train.json').read_text())['finished'] is False
 
 
-def test_nothing_is_installed_where_nothing_is_missing(first, environment):
+def test_nothing_is_installed_if_nothing_is_missing(first, environment):
     assert 'nothing to install' in first[1] and not Path(environment['PIP_CALLS']).exists()
 
 
-def test_a_version_continues_the_one_that_is_attached(first, environment, tmp_path):
+def test_a_version_continues_the_attached_one(first, environment, tmp_path):
     "On one device, from a read-only folder, with the output of the first session in a deep subfolder."
     (first[0]/'working'/'run'/'xla').mkdir()
     (first[0]/'working'/'run'/'xla'/'program').write_text('compiled')

@@ -25,7 +25,7 @@ def fallbacks(): return [c for c in met.counter_names() if c.startswith('aten::'
 
 
 @pytest.mark.parametrize('bidirectional', [False, True])
-def test_a_gru_is_pytorchs_in_value_and_gradient(bidirectional):
+def test_a_gru_equals_pytorchs_in_value_and_gradient(bidirectional):
     torch.manual_seed(0)
     theirs = torch.nn.GRU._orig(16, 8, num_layers=2, bidirectional=bidirectional)
     ours = GRU(16, 8, num_layers=2, bidirectional=bidirectional)
@@ -57,7 +57,7 @@ def test_dropout_between_layers_is_dropout():
     assert not torch.allclose(a, b) and not torch.allclose(a, exact)
 
 
-def test_a_step_of_the_loop_stands_once_in_the_program_however_long_it_runs():
+def test_the_program_contains_one_step_of_the_loop():
     def program(T):
         module = GRU(8, 4, num_layers=1).to(torch_xla.device())
         module(torch.randn(T, 2, 8).to(torch_xla.device()))[0].sum().backward()
@@ -67,7 +67,7 @@ def test_a_step_of_the_loop_stands_once_in_the_program_however_long_it_runs():
     assert len(long.splitlines()) == len(short.splitlines())
 
 
-def test_the_model_is_the_one_of_the_cpu():
+def test_the_model_equals_the_cpus():
     torch.manual_seed(0)
     model = GRUDecoder(6, 8, 3, 5, n_layers=2, patch_size=5, patch_stride=2).eval()
     for p in (model.day_weights, model.day_biases): torch.nn.init.normal_(p)
@@ -80,7 +80,7 @@ def test_the_model_is_the_one_of_the_cpu():
     assert not fallbacks() and torch.allclose(got.detach().cpu(), want, atol=1e-5)
 
 
-def test_augmentation_is_one_program_whatever_it_draws():
+def test_augmentation_is_one_program_for_all_random_numbers():
     device = torch_xla.device()
     cfg = AugmentConfig(white_noise_std=0.5, constant_offset_std=0.3, time_masks=2, time_mask_max=0.2,
                         static_gain_std=0.01, random_walk_std=0.01, channel_masks=.3)
@@ -106,7 +106,7 @@ def test_augmentation_is_one_program_whatever_it_draws():
     assert 0.2 < inside.std() < 0.7 and (a == 0).all(-1).any(1).any(), 'noise is smoothed, masks are zero'
 
 
-def test_what_is_not_random_in_augmentation_is_as_on_the_cpu():
+def test_augmentation_without_randomness_equals_the_cpus():
     device = torch_xla.device()
     cfg = AugmentConfig(white_noise_std=0, constant_offset_std=0)
     x = torch.randn(2, 60, 4)
@@ -119,7 +119,7 @@ def test_what_is_not_random_in_augmentation_is_as_on_the_cpu():
 
 
 @pytest.mark.parametrize('name', ['gru', 'transformer', 'mamba'])
-def test_participants_are_one_program_whoever_is_in_a_batch(name):
+def test_participants_are_one_program_for_all_batches(name):
     "Values and gradients equal those of a CPU; t12 has five of the sixteen features."
     cfg = config(name).model.model_copy(update=dict(participants={'t15': 16, 't12': 5}))
     sessions = ['t15.2023.08.11', 't15.2023.08.13', 't12.2022.04.28']

@@ -9,7 +9,7 @@ import torch_xla.debug.metrics as met
 from b2t_kaggle.pytorch.optimizer import ScaledAdam
 
 
-def test_sixty_steps_are_one_program_and_the_cpus():
+def test_sixty_steps_are_one_program_and_equal_the_cpus():
     "Two groups, one with rows that are selected by a mask; limits and clipping have an effect."
     torch.manual_seed(0)
     shapes = [(), (3, 4), (3, 4), (7,)]

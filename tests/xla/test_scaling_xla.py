@@ -70,7 +70,7 @@ def test_one_program_for_all_steps_and_nothing_on_the_host():
 
 
 @pytest.mark.parametrize('batch_count', [0., 5000., 30000.])
-def test_gradients_are_those_of_a_cpu(batch_count):
+def test_gradients_equal_the_cpus(batch_count):
     "All parts are applied and nothing is dropped, so random numbers do not matter; BiasNorm is within its limits."
     torch.manual_seed(0)
     model = parts(1., (1., 1.), 0.)

@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS/'device')]
-from train_toy import hear
+from train_toy import run_and_read
 
 
-def tell_findings(folder):
+def print_findings(folder):
     "Print the findings of the smoke test and of some long checks."
     sys.path.insert(0, str(TESTS/'device'))
     from device_checks import CHECKS
@@ -25,7 +25,7 @@ def tell_findings(folder):
 
 
 def test_checks_pass_on_two_devices(tmp_path):
-    findings = [json.loads(line[2:]) for line in hear(2, tmp_path, tell_findings, tmp_path).splitlines()
+    findings = [json.loads(line[2:]) for line in run_and_read(2, tmp_path, print_findings, tmp_path).splitlines()
                 if line.startswith('> ')]
     names = [what for what, _, _ in findings]
     assert [f for f in findings if not f[2]] == []

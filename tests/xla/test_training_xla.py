@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import config, open_stores, write_toy
-from train_toy import hear, write_result
+from train_toy import run_and_read, write_result
 
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
@@ -43,7 +43,7 @@ def data(tmp_path_factory):
 def xla(task, data, out, overrides, n=1):
     "Result of train_toy.py on `n` XLA devices of the CPU backend; a DeprecationWarning is an error."
     out.mkdir(exist_ok=True)
-    printed = hear(n, out, write_result, task, data, out, overrides)
+    printed = run_and_read(n, out, write_result, task, data, out, overrides)
     return json.loads((out/'result.json').read_text()) | {'printed': printed}
 
 
@@ -118,14 +118,14 @@ def test_trials_on_the_device_change_nothing(n, name, steps_on):
 
 @pytest.mark.parametrize('n, name, replayed', [(1, 'gru', 'replayed'), (8, 'gru', 'replayed'),
                                                (1, 'scaled_adam', 'replayed scaled_adam')])
-def test_a_replayed_step_is_the_recorded_one(n, name, replayed, steps_on):
+def test_a_replayed_step_equals_the_recorded_one(n, name, replayed, steps_on):
     "Losses, norms and a validation of the final weights are bitwise equal."
     one, other = steps_on(n, name), steps_on(n, replayed)
     for k in ('losses', 'norms', 'val'): assert other[k] == one[k], k
     assert other['fallbacks'] == []
 
 
-def test_a_replayed_run_goes_on_where_its_checkpoint_was_taken(data, tmp_path):
+def test_a_replayed_run_continues_from_its_checkpoint(data, tmp_path):
     "Programs are recorded again; an uninterrupted run that records every step ends with the same weights."
     lengths = {'batches_per_val_step': 10, 'batches_per_save': 5, 'num_training_batches': 15, 'weight_average': 'ema'}
     found = xla('resume', data, tmp_path/'runs', SIZES | lengths)

@@ -62,7 +62,7 @@ def compilations(): return (met.metric_data('CompileTime') or [0])[0]
 
 
 @pytest.mark.parametrize('noise_units', [6, None])
-def test_float32_training_is_that_of_the_cpu(noise_units):
+def test_float32_training_equals_the_cpus(noise_units):
     met.clear_all()
     ours, model = run(torch_xla.device(), noise_units=noise_units)
     assert fallbacks() == []
@@ -88,7 +88,7 @@ def test_bfloat16_trains(noise_units):
     assert logits.shape == (4, n_frames(30, SIZE, STRIDE), 5) and logits.isfinite().all().item()
 
 
-def test_one_compilation_whatever_the_strength():
+def test_one_compilation_for_all_strengths():
     "Training compiles nothing after its first step, although each step has another λ."
     device = torch_xla.device()
     model = build(rnn_dropout=0.2, input_dropout=0.1).to(device).train()

@@ -30,10 +30,10 @@ from b2t_kaggle.training.trials import bucket_lengths
 def on_devices(n): return dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
 
 
-def hear(n, folder, function, *arguments):
-    "Output of a function in a copy with `n` XLA devices of the CPU backend; see `copies.hear`."
+def run_and_read(n, folder, function, *arguments):
+    "Output of a function in a copy with `n` XLA devices of the CPU backend; see `copies.run_and_read`."
     copies.start(['train_toy'])
-    return copies.hear(on_devices(n), folder, function, *arguments)
+    return copies.run_and_read(on_devices(n), folder, function, *arguments)
 
 
 def compilations(): return met.metric_data('CompileTime')[0]
