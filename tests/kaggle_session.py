@@ -48,14 +48,14 @@ def trap_pip(folder, image=None):
     (folder/'pip'/'__init__.py').touch()
     (folder/'pip'/'__main__.py').write_text(PIP)
     python_path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')} # Commands set others
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')} # Commands set their own
     return inherited | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
-def attach_wheels(room):
-    "Attach a folder of wheels to a session in `room`; it may be empty, because pip is a stand-in."
-    (room/'input'/'wheels').mkdir(parents=True)
-    (room/'input'/'wheels'/'rapidfuzz-3-py3-none-any.whl').touch()
+def attach_wheels(root):
+    "Attach a folder of wheels to the session in the folder `root`; an empty wheel is enough for the stand-in for pip."
+    (root/'input'/'wheels').mkdir(parents=True)
+    (root/'input'/'wheels'/'rapidfuzz-3-py3-none-any.whl').touch()
 
 
 def outputs_of(notebook):
@@ -66,31 +66,31 @@ def outputs_of(notebook):
 def text_of(outputs): return ''.join(''.join(o.get('text', [])) + o.get('evalue', '') for o in outputs)
 
 
-def execute(notebook, room, environment, **values):
-    """Run the notebook in `room` with read-only inputs. Returns papermill's exit status, what the notebook printed or
-    raised, and papermill's errors."""
-    folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
-    (room/'parameters.json').write_text(json.dumps(folders | dict(package='nowhere') | values))
-    out = room/'out.ipynb'
-    command = [sys.executable, '-c', PAPERMILL, NOTEBOOKS/notebook, out, room/'parameters.json']
-    (room/'input').mkdir(exist_ok=True)
-    attached = [room/'input', *(room/'input').rglob('*')]
+def execute(notebook, root, environment, **values):
+    """Run the notebook in the folder `root` with read-only inputs. Returns papermill's exit status, the notebook's
+    output and errors, and papermill's errors."""
+    folders = dict(input_dir=str(root/'input'), work_dir=str(root/'working'), scratch_dir=str(root/'scratch'))
+    (root/'parameters.json').write_text(json.dumps(folders | dict(package='nowhere') | values))
+    out = root/'out.ipynb'
+    command = [sys.executable, '-c', PAPERMILL, NOTEBOOKS/notebook, out, root/'parameters.json']
+    (root/'input').mkdir(exist_ok=True)
+    attached = [root/'input', *(root/'input').rglob('*')]
     for p in attached: p.chmod(0o555 if p.is_dir() else 0o444)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    for p in attached: p.chmod(0o755)   # so that pytest can clean up
+    for p in attached: p.chmod(0o755)   # So that pytest can clean up
     return done.returncode, text_of(outputs_of(out)) if out.exists() else '', done.stderr
 
 
-def train(room, environment, **values):
+def train(root, environment, **values):
     "Run train.ipynb on the small model, which must succeed, and return its output."
-    status, text, error = execute('train.ipynb', room, environment, **dict(preset='demo', overrides=SMALL) | values)
+    status, text, error = execute('train.ipynb', root, environment, **dict(preset='demo', overrides=SMALL) | values)
     assert status == 0, error[-3000:]
     return text
 
 
-def attach(room, *earlier):
-    "Attach the recordings of the first room, and each room's output as a notebook's, to a session in `room`."
+def attach(root, *earlier):
+    "Attach the recordings of the first earlier session and the outputs of all of them to the session in `root`."
     for kind in ('competitions', 'wheels'):
-        if (earlier[0]/'input'/kind).exists(): shutil.copytree(earlier[0]/'input'/kind, room/'input'/kind)
+        if (earlier[0]/'input'/kind).exists(): shutil.copytree(earlier[0]/'input'/kind, root/'input'/kind)
     for i, other in enumerate(earlier):
-        shutil.copytree(other/'working', room/'input'/'notebooks'/'someone'/f'version-{i}')
+        shutil.copytree(other/'working', root/'input'/'notebooks'/'someone'/f'version-{i}')

@@ -29,13 +29,13 @@ print("PATH", sys.path[0], os.environ["PYTHONPATH"].split(os.pathsep)[0])
 ALL = ('train.ipynb', 'submit.ipynb')
 
 
-def start(room, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb', **variables):
+def start(root, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb', **variables):
     "Run the first cells; returns the process and the calls of pip."
-    (room/'trap').mkdir()
-    env = trap_pip(room/'trap') | {'ABSENT': json.dumps(absent)} | variables
-    command = [sys.executable, '-c', START, NOTEBOOKS/notebook, room/'input', room/'working']
+    (root/'trap').mkdir()
+    env = trap_pip(root/'trap') | {'ABSENT': json.dumps(absent)} | variables
+    command = [sys.executable, '-c', START, NOTEBOOKS/notebook, root/'input', root/'working']
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
-    calls = room/'trap'/'calls'
+    calls = root/'trap'/'calls'
     return done, [line.split() for line in calls.read_text().splitlines()] if calls.exists() else []
 
 

@@ -46,11 +46,11 @@ def write_run(folder):
     save_config(load_config(base='official'), folder/'config.yaml')
 
 
-def attach_everything(room, layout):
+def attach_everything(root, layout):
     "Fill `input` and return the relevant paths by kind."
     places = LAYOUTS[layout]
-    competition = room/'input'/places['competition']
-    dataset = room/'input'/places['dataset'] if places['dataset'] else room/'input'
+    competition = root/'input'/places['competition']
+    dataset = root/'input'/places['dataset'] if places['dataset'] else root/'input'
     files = [*(competition/SESSIONS/f't15.2023.08.{day}'/'data_train.hdf5' for day in (11, 13)),
              *(competition/BASELINE/name for name in ('best_checkpoint', 'args.yaml')),
              *(dataset/name for name in ('llm/model.safetensors', 'whisper/model.safetensors',
@@ -63,21 +63,21 @@ def attach_everything(room, layout):
         (dataset/name/'config.json').write_text(json.dumps(dict(architectures=[kind])))
     (dataset/'lm').mkdir()
     (dataset/'lm'/'4gram.bin').write_bytes(b'mmap lm http://kheafield.com/code format version 5')
-    write_run(room/'input'/places['run'])
-    write_run(room/'elsewhere'/'run')
+    write_run(root/'input'/places['run'])
+    write_run(root/'elsewhere'/'run')
     for split in ('val', 'test'): # From another system, behind a link
-        (room/'elsewhere'/'run'/'logits'/f'{split}.arrow').rename(room/'elsewhere'/f'{split}.arrow')
+        (root/'elsewhere'/'run'/'logits'/f'{split}.arrow').rename(root/'elsewhere'/f'{split}.arrow')
     (dataset/'theirs').mkdir()
-    for split in ('val', 'test'): (dataset/'theirs'/f'{split}.arrow').symlink_to(room/'elsewhere'/f'{split}.arrow')
-    (dataset/'back').symlink_to(room/'input')
-    return dict(recordings=competition/SESSIONS, run=room/'input'/places['run'], dataset=dataset)
+    for split in ('val', 'test'): (dataset/'theirs'/f'{split}.arrow').symlink_to(root/'elsewhere'/f'{split}.arrow')
+    (dataset/'back').symlink_to(root/'input')
+    return dict(recordings=competition/SESSIONS, run=root/'input'/places['run'], dataset=dataset)
 
 
-def start(room, image, notebook, **parameters):
+def start(root, image, notebook, **parameters):
     "Execute the first cells on an image; returns the process, and the packages that pip was asked for."
-    (room/'trap').mkdir()
-    env = trap_pip(room/'trap', image) | {'CUDA_VISIBLE_DEVICES': '-1'}
-    folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
+    (root/'trap').mkdir()
+    env = trap_pip(root/'trap', image) | {'CUDA_VISIBLE_DEVICES': '-1'}
+    folders = dict(input_dir=str(root/'input'), work_dir=str(root/'working'), scratch_dir=str(root/'scratch'))
     command = [sys.executable, '-c', START, NOTEBOOKS/f'{notebook}.ipynb', json.dumps(folders | parameters)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     calls = Path(env['PIP_CALLS'])

@@ -27,48 +27,48 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope='module')
 def trained(environment, tmp_path_factory):
     "A session that trained on the recordings, and its output."
-    room = tmp_path_factory.mktemp('trained')
-    simulate_dataset(room/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
-    attach_wheels(room)
-    return room, train(room, environment, accelerator='cpu')
+    root = tmp_path_factory.mktemp('trained')
+    simulate_dataset(root/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
+    attach_wheels(root)
+    return root, train(root, environment, accelerator='cpu')
 
 
 @pytest.fixture(scope='module')
 def submitted(trained, environment, tmp_path_factory):
     "A session that decoded the output of `trained`, and its own output."
-    room = tmp_path_factory.mktemp('submitted')
-    attach(room, trained[0])
-    status, text, error = execute('submit.ipynb', room, environment, overrides=FAST)
+    root = tmp_path_factory.mktemp('submitted')
+    attach(root, trained[0])
+    status, text, error = execute('submit.ipynb', root, environment, overrides=FAST)
     assert status == 0, error[-3000:]
-    return room, text
+    return root, text
 
 
-def check_submission(room):
+def check_submission(root):
     "Check for one row per test trial, and for the run's own file."
-    path = room/'working'/'submission.csv'
-    packed, = (room/'scratch').glob('packed-*/test.arrow')
+    path = root/'working'/'submission.csv'
+    packed, = (root/'scratch').glob('packed-*/test.arrow')
     validate_submission(path, TrialStore.open(packed).index)   # raises if it is invalid
-    assert path.read_bytes() == (room/'working'/'run'/'submission.csv').read_bytes()
+    assert path.read_bytes() == (root/'working'/'run'/'submission.csv').read_bytes()
 
 
 def test_training_leaves_a_run_and_few_outputs(trained, environment):
-    room, text = trained
-    run = room/'working'/'run'
-    for words in (f'recordings:  {room/"input"/RECORDINGS}', 'starts from the beginning', 'device:      cpu',
+    root, text = trained
+    run = root/'working'/'run'
+    for words in (f'recordings:  {root/"input"/RECORDINGS}', 'starts from the beginning', 'device:      cpu',
                   'installed from attached wheels: fastcore rapidfuzz',
                   '30 of 30 batches are done; attach'):
         assert words in text, text
     assert len(LogitStore.open(run/'logits'/'test.arrow')) == 3
-    bars = text_of(outputs_of(room/'out.ipynb')).count('/30 [')
+    bars = text_of(outputs_of(root/'out.ipynb')).count('/30 [')
     seconds = json.loads((run/'stages'/'train.json').read_text())['seconds']
     assert 1 <= bars <= 3 + seconds/30, f'the bar of 30 batches was drawn {bars} times in {seconds} s'
-    assert len(outputs_of(room/'out.ipynb')) < 60
+    assert len(outputs_of(root/'out.ipynb')) < 60
 
 
 def test_a_run_of_kaggle_is_also_done_elsewhere(trained, tmp_path):
     "With the same stamps: all stages are done, and no trials are packed for it."
-    room = trained[0]
-    run = Run(room/'working'/'run', tmp_path)
+    root = trained[0]
+    run = Run(root/'working'/'run', tmp_path)
     assert {name: StageRun(run, name).status() for name in ('train', 'infer')} == dict(train='done', infer='done')
     assert {row['state'] for row in run_stages(run, 'infer')} == {'not needed', 'skipped, nothing changed'}
 
@@ -79,10 +79,10 @@ def test_a_cycle_takes_both_outputs(trained, submitted):
 
 
 def test_a_trained_run_is_submitted(submitted):
-    room, text = submitted
-    check_submission(room)
-    assert f'runs:        {room}/input/notebooks/someone/version-0/run' in text
-    assert (room/'working'/'run'/'report.html').exists()
+    root, text = submitted
+    check_submission(root)
+    assert f'runs:        {root}/input/notebooks/someone/version-0/run' in text
+    assert (root/'working'/'run'/'report.html').exists()
 
 
 @pytest.fixture

@@ -223,9 +223,9 @@ def test_four_words_are_enough_for_every_corpus(tmp_path):
 
 
 def test_a_corpus_that_is_used_up_is_an_error(monkeypatch):
-    import b2t_kaggle.data.simulate as room
-    monkeypatch.setattr(room, '_DRAWS', 500)
-    monkeypatch.setattr(room.Writer, 'sentence', lambda *_: 'Go on.')
+    import b2t_kaggle.data.simulate as simulation
+    monkeypatch.setattr(simulation, '_DRAWS', 500)
+    monkeypatch.setattr(simulation.Writer, 'sentence', lambda *_: 'Go on.')
     with pytest.raises(SimulateError, match='no more new sentences of up to 6 words'): plan_trials(2)
 
 
@@ -350,13 +350,13 @@ def test_the_noise_of_a_recording_is_that_of_a_real_trial():
 
 @pytest.mark.parametrize('after', [0, 1, 3])
 def test_an_interrupted_simulation_can_be_run_again(tmp_path, monkeypatch, after):
-    import b2t_kaggle.data.simulate as room
+    import b2t_kaggle.data.simulate as simulation
     left = iter(range(after))
     def write(*args):
         if next(left, None) is None: raise KeyboardInterrupt
         return write_session(*args)
     with monkeypatch.context() as m:
-        m.setattr(room, 'write_session', write)
+        m.setattr(simulation, 'write_session', write)
         with pytest.raises(KeyboardInterrupt): simulate_dataset(tmp_path/'a', **SMALL)
     assert len(list((tmp_path/'a').rglob('*.hdf5'))) == after
     assert files(simulate_dataset(tmp_path/'a', **SMALL)) == files(simulate_dataset(tmp_path/'b', **SMALL))

@@ -147,11 +147,11 @@ def test_beyond_float16_is_an_error_with_the_trial(data_dir):
 
 
 def test_a_source_that_changes_while_it_is_packed_is_detected(data_dir, monkeypatch):
-    import b2t_kaggle.data.store as room
-    def meddle(path, *args):
+    import b2t_kaggle.data.store as stores
+    def change_source(path, *args):
         yield from read_session(path)
         os.utime(session_path(data_dir, DAYS[0], 'train'), (1, 1))
-    monkeypatch.setattr(room, 'iter_trials', meddle)
+    monkeypatch.setattr(stores, 'iter_trials', change_source)
     with pytest.raises(ChangedError, match=r'data_train\.hdf5: changed while it was packed'): build(data_dir)
     assert not list(data_dir.glob('*.arrow'))
 
@@ -192,9 +192,9 @@ def test_memory_does_not_grow_with_the_data(big_dir):
 
 WAITS = """if True:
     import sys
-    import b2t_kaggle.data.store as room
+    import b2t_kaggle.data.store as stores
     data_dir, n_packed = sys.argv[1:]
-    read = room.iter_trials
+    read = stores.iter_trials
     given = []
     def iter_trials(path, *args):
         for trial in read(path, *args):
@@ -203,8 +203,8 @@ WAITS = """if True:
                 sys.stdin.read()
             given.append(trial.key)
             yield trial
-    room.iter_trials = iter_trials
-    room.TrialStore.build(data_dir, 'train', f'{data_dir}/all.arrow', progress=False)"""
+    stores.iter_trials = iter_trials
+    stores.TrialStore.build(data_dir, 'train', f'{data_dir}/all.arrow', progress=False)"""
 
 
 def test_the_next_packing_removes_files_of_a_killed_one(big_dir):

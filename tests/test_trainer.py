@@ -511,7 +511,7 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
     """With torchrun and DistributedDataParallel over gloo, the losses of the same global batches and the weights are
     equal, and one set of files is written. After the first training, forks of a process replace torchrun's processes,
     because they need not import anything."""
-    from b2t_kaggle.pytorch import launch as room
+    from b2t_kaggle.pytorch import launch as launcher
     from b2t_kaggle.pytorch.launch import launch
 
     sure = dict(
@@ -533,7 +533,8 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
     )
     a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
     for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
-    monkeypatch.setattr(room, '_exit_status', lambda command, env: (call_as_ranks(2, room.work, command[-1]), False))
+    monkeypatch.setattr(launcher, '_exit_status',
+                        lambda command, env: (call_as_ranks(2, launcher.work, command[-1]), False))
     longer = dict(
         num_training_batches=30, lr_decay_steps=60, lr_decay_steps_day=60
     )  # In three parts, whose gradients are summed once
@@ -684,7 +685,7 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
 
     import torch.distributed as dist
 
-    from b2t_kaggle.pytorch import launch as room
+    from b2t_kaggle.pytorch import launch as launcher
 
     sure = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0,
                 precision='float32', batches_per_val_step=6, lr_decay_steps=12, lr_decay_steps_day=12)
@@ -701,7 +702,7 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
     port = reserved.getsockname()[1]
     machine = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), WORLD_SIZE='2', LOCAL_RANK='0', RANK='0')
     for k, v in machine.items(): monkeypatch.setenv(k, v)
-    other = call_with(machine | dict(RANK='1'), room.work, str(job))
+    other = call_with(machine | dict(RANK='1'), launcher.work, str(job))
     try:
         dist.init_process_group('gloo', timeout=timedelta(seconds=300))
         two = train(*stores, cfg, tmp_path/'two', progress=False)

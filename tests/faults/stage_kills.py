@@ -32,9 +32,9 @@ PART = 100  # Bytes of a file that are written before the kill
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
 
 
-def values_of(room: Path, stage: str) -> dict:
+def values_of(root: Path, stage: str) -> dict:
     "Configuration values of a stage."
-    folder = room.parent/'given'
+    folder = root.parent/'given'
     values = TINY | VALUES.get(stage, {})
     for name in [stage] if stage in OWN else STAGES[:STAGES.index(stage) + 1]:
         for key, given in GIVEN.get(name, {}).items():
@@ -42,16 +42,16 @@ def values_of(room: Path, stage: str) -> dict:
     return values
 
 
-def run_of(room: Path, stage: str = 'simulate') -> Run:
-    return Run(room/'runs'/(stage if stage in OWN else 'tiny'), room/'data', values_of(room, stage), save=False)
+def run_of(root: Path, stage: str = 'simulate') -> Run:
+    return Run(root/'runs'/(stage if stage in OWN else 'tiny'), root/'data', values_of(root, stage), save=False)
 
 
-def _is_write(event: str, args: tuple, room: str) -> bool:
+def _is_write(event: str, args: tuple, root: str) -> bool:
     "Whether an audit event changes a file in a folder."
     if event == 'open': changes = isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     else: changes = event in WRITES
     name = args[0] if args else ''
-    return changes and isinstance(name, str | bytes | os.PathLike) and os.fsdecode(name).startswith(room)
+    return changes and isinstance(name, str | bytes | os.PathLike) and os.fsdecode(name).startswith(root)
 
 
 def _kill(halfway: bool) -> None:
@@ -60,50 +60,50 @@ def _kill(halfway: bool) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (PART, PART))
 
 
-def be_killed(room: Path, at: int, halfway: bool) -> Callable[[], int]:
+def kill_at_write(root: Path, at: int, halfway: bool) -> Callable[[], int]:
     """Kill this process before write number `at` in the folder, counted from 0, or in the middle of that write. Returns
     a function that counts the writes so far."""
-    os.environ['TMPDIR'] = str(room/'temporary')
+    os.environ['TMPDIR'] = str(root/'temporary')
     sys.dont_write_bytecode = True  # Python would leave and use an incomplete .pyc file
     with open(os.devnull, 'w') as null:
         for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which the limit affects
     n = 0
     def watch(event, args):
         nonlocal n
-        if not _is_write(event, args, f'{room}/'): return
+        if not _is_write(event, args, f'{root}/'): return
         if n == at: _kill(halfway)
         n += 1
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    (room/'temporary').mkdir(exist_ok=True)
+    (root/'temporary').mkdir(exist_ok=True)
     sys.addaudithook(watch)
     return lambda: n
 
 
-def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None,
+def do(root: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None,
        until: str = '') -> None:
     """Execute a stage, to be killed at one of its writes; if it survives, write the number of writes into the file
     `counted`. With `until`, execute that stage of its run."""
-    n_writes = be_killed(room, at, halfway)
+    n_writes = kill_at_write(root, at, halfway)
     # Stages must not be refused because of the limit
     with stages_here(), patch('resource.getrlimit', lambda which: (resource.RLIM_INFINITY,)*2):
-        run_stages(run_of(room, stage), until or stage)
+        run_stages(run_of(root, stage), until or stage)
     if counted: counted.write_text(str(n_writes()))
 
 
-def tune(room: Path, model: Path, sentences: list[str], at: int, halfway: bool = False,
+def tune(root: Path, model: Path, sentences: list[str], at: int, halfway: bool = False,
          counted: Path | None = None) -> None:
     "Fine-tune a language model, with its state saved before each step, to be killed at one of the writes."
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune
-    n_writes = be_killed(room, at, halfway)
+    n_writes = kill_at_write(root, at, halfway)
     lm = load_lm(model, device='cpu', local_files_only=True)
     with patch('b2t_kaggle.lm.finetune.time.monotonic', itertools.count(0, 999).__next__):
-        finetune(*lm, sentences, room/'adapter', epochs=1, batch_size=4, progress=False)
+        finetune(*lm, sentences, root/'adapter', epochs=1, batch_size=4, progress=False)
     if counted: counted.write_text(str(n_writes()))
 
 
-def put_back(saved: Path, room: Path) -> None:
+def restore(saved: Path, root: Path) -> None:
     "Restore a folder."
-    shutil.rmtree(room, ignore_errors=True)
-    shutil.copytree(saved, room)
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(saved, root)

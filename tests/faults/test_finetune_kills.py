@@ -15,26 +15,26 @@ TEXT = ['how are you', 'is she old', 'i am fine thank you', 'what is this']*2
 NEVER = 10**9
 
 
-def made(room: Path) -> dict[str, str]:
+def made(root: Path) -> dict[str, str]:
     "The files in the folder, and hashes of their contents."
-    files = (p for p in room.rglob('*') if p.is_file())
-    return {str(p.relative_to(room)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    files = (p for p in root.rglob('*') if p.is_file())
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def test_killed_at_a_write(tmp_path, request):
     start([*TRAINER, 'stage_kills', 'transformers.models.opt.modeling_opt', 'peft'])
     model = tiny_lm(tmp_path/'model', 'opt', TEXT)
-    room = tmp_path/'room'
-    room.mkdir()
-    assert status_of(tune, room, model, TEXT, NEVER, False, tmp_path/'counted') == 0
-    whole = made(room)
+    root = tmp_path/'room'
+    root.mkdir()
+    assert status_of(tune, root, model, TEXT, NEVER, False, tmp_path/'counted') == 0
+    whole = made(root)
     assert {Path(name).parts[0] for name in whole} == {'adapter'}
     n_writes = int((tmp_path/'counted').read_text())
     assert n_writes >= 10
     tried = min(n_writes, max(4, request.config.getoption('--faults')//20))
     for i in range(tried):
-        for p in (room/'adapter').glob('*'): p.unlink()
+        for p in (root/'adapter').glob('*'): p.unlink()
         at = i*n_writes//tried
-        assert status_of(tune, room, model, TEXT, at, i % 2 == 1) in (-signal.SIGKILL, -signal.SIGXFSZ, 0)
-        assert status_of(tune, room, model, TEXT, NEVER) == 0
-        assert made(room) == whole, at
+        assert status_of(tune, root, model, TEXT, at, i % 2 == 1) in (-signal.SIGKILL, -signal.SIGXFSZ, 0)
+        assert status_of(tune, root, model, TEXT, NEVER) == 0
+        assert made(root) == whole, at

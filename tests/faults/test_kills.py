@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from copies import TRAINER, start, status_of  # noqa: E402
-from stage_kills import OWN, STAGES, do, put_back, run_of  # noqa: E402
+from stage_kills import OWN, STAGES, do, restore, run_of  # noqa: E402
 from tiny_models import tiny_audio_llm, tiny_lm  # noqa: E402
 
 from b2t_kaggle.logits import LogitStore  # noqa: E402
@@ -25,10 +25,10 @@ from b2t_kaggle.training.history import read_history  # noqa: E402
 NEVER = 10**9
 
 
-def give(room: Path) -> None:
+def write_inputs(root: Path) -> None:
     "Write the external inputs of stages: another system, a language model, and the log-probabilities of two models."
-    run = run_of(room)
-    given = room.parent/'given'
+    run = run_of(root)
+    given = root.parent/'given'
     given.mkdir(exist_ok=True)
     for split in ('val', 'test') if run.hypotheses('test').exists() else ():
         h = read_hypotheses(run.hypotheses(split))
@@ -44,19 +44,19 @@ def give(room: Path) -> None:
 def stages(tmp_path_factory):
     "The folder of the run, its content before each stage, the number of writes of each stage, and the results."
     tmp = tmp_path_factory.mktemp('kills')
-    room = tmp/'room'
-    room.mkdir()
+    root = tmp/'room'
+    root.mkdir()
     start([*TRAINER, 'stage_kills', 'b2t_kaggle.decoding.decoder', 'b2t_kaggle.lm.ngram', 'b2t_kaggle.lm.automaton',
            'transformers.models.opt.modeling_opt', 'transformers.models.qwen2_audio.modeling_qwen2_audio', 'peft',
            'matplotlib.pyplot'])
     known = {}
     for name in STAGES:
-        give(room)
-        for earlier in OWN.get(name, ()): assert status_of(do, room, name, NEVER, False, None, earlier) == 0, earlier
-        put_back(room, tmp/name)
-        assert status_of(do, room, name, NEVER, False, tmp/'counted') == 0, name
-        known[name] = int((tmp/'counted').read_text()), made(room)
-    return room, known
+        write_inputs(root)
+        for earlier in OWN.get(name, ()): assert status_of(do, root, name, NEVER, False, None, earlier) == 0, earlier
+        restore(root, tmp/name)
+        assert status_of(do, root, name, NEVER, False, tmp/'counted') == 0, name
+        known[name] = int((tmp/'counted').read_text()), made(root)
+    return root, known
 
 
 def _numbers(value) -> list[bytes]:
@@ -66,12 +66,12 @@ def _numbers(value) -> list[bytes]:
     return [number for v in values for number in _numbers(v)]
 
 
-def made(room: Path) -> dict[str, str]:
+def made(root: Path) -> dict[str, str]:
     "A hash of each file that stages made, without recorded times."
-    run = run_of(room)
+    run = run_of(root)
     found = {}
-    for path in sorted(p for p in room.rglob('*') if p.is_file()):
-        name = str(path.relative_to(room))
+    for path in sorted(p for p in root.rglob('*') if p.is_file()):
+        name = str(path.relative_to(root))
         if path.suffix in ('.hdf5', '.csv', '.jsonl', '.arpa', '.txt') or path.parent == run.packed_dir:
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
         if path.name == 'history.csv': found[name] = read_history(path).drop(columns='seconds').to_csv()
@@ -90,20 +90,20 @@ def draw(name: str, n: int, count: int) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize('name', STAGES)
 def test_a_stage_killed_at_a_write_has_the_same_result(stages, name, request):
-    room, known = stages
+    root, known = stages
     count, expected = known[name]
     assert count > 3 and expected
     kills = 0
     for at, halfway in draw(name, request.config.getoption('--faults')//4, count):
         when = f'after a kill {"in the middle of" if halfway else "before"} write {at}'
-        put_back(room.parent/name, room)
-        status = status_of(do, room, name, at, halfway)
+        restore(root.parent/name, root)
+        status = status_of(do, root, name, at, halfway)
         # After the last events no file grows, so the process may survive
         assert status in ((-signal.SIGXFSZ, 0) if halfway else (-signal.SIGKILL,)), f'{name} ended with {status} {when}'
         kills += status != 0
-        assert status_of(do, room, name, NEVER) == 0, f'{name} does not continue {when}'
-        assert made(room) == expected, f'{name} makes other files {when}'
-        left = [p for p in room.rglob('.*') if '.tmp' in p.name]
+        assert status_of(do, root, name, NEVER) == 0, f'{name} does not continue {when}'
+        assert made(root) == expected, f'{name} makes other files {when}'
+        left = [p for p in root.rglob('.*') if '.tmp' in p.name]
         assert not left, f'{name} leaves something {when}: {left}'
     assert kills > 0
     print(f'{name}: {kills} kills, {count} writes')

@@ -14,9 +14,9 @@ from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.training.history import read_history
 
 
-def session(room, environment, n_devices, **overrides):
+def session(root, environment, n_devices, **overrides):
     environment = environment | {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': str(n_devices)}
-    return train(room, environment, overrides=SMALL | overrides, accelerator='xla')
+    return train(root, environment, overrides=SMALL | overrides, accelerator='xla')
 
 
 @pytest.fixture(scope='module')
@@ -26,17 +26,17 @@ def environment(tmp_path_factory): return trap_pip(tmp_path_factory.mktemp('trap
 @pytest.fixture(scope='module')
 def first(environment, tmp_path_factory):
     """A session on eight devices with only recordings attached, whose time budget is used up when training starts: its
-    room and its output."""
-    room = tmp_path_factory.mktemp('first')
-    simulate_dataset(room/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
-    return room, session(room, environment, 8, **{'train.time_budget': 0.01})
+    folder and its output."""
+    root = tmp_path_factory.mktemp('first')
+    simulate_dataset(root/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
+    return root, session(root, environment, 8, **{'train.time_budget': 0.01})
 
 
 def test_a_session_leaves_a_model_and_log_probabilities(first):
-    room, text = first
-    run = room/'working'/'run'
+    root, text = first
+    run = root/'working'/'run'
     for words in ('8 devices', '1 of 30 batches are done; to continue', 'starts from the beginning',
-                  f'recordings:  {room/"input"/RECORDINGS}'):
+                  f'recordings:  {root/"input"/RECORDINGS}'):
         assert words in text, text
     assert 'first step after' in text_of(outputs_of(run/'notebooks'/'03_train.ipynb'))
     assert load_file(run/'train'/'last.pt')['step'] == 1
