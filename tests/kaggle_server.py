@@ -1,5 +1,5 @@
-"""A local server with as much of Kaggle as a cycle needs: it accepts what the client sends, runs notebooks at once, and
-can make any request fail."""
+"""A local server with the parts of Kaggle that a cycle needs: it accepts the client's requests, runs notebooks at once,
+and can make any request fail."""
 import json
 import re
 from collections import Counter

@@ -104,7 +104,7 @@ def test_a_session_without_time_leaves_a_submission(finished, here, tmp_path, mo
     with pytest.raises(MemoryError, match='killed'): with_time(lambda: 1e9)
     assert StageRun(run, 'generate').status() == 'stopped early'
     batches[:] = [1]*3 # Two more come
-    gc.collect() # The lock goes with what failed
+    gc.collect() # Frees the failed stage, which releases its lock
     assert with_time(lambda: 1e9) == [] and len(batches) == 5
     for split, lists in whole.items():
         again = run.nbest(split)

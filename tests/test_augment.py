@@ -36,7 +36,7 @@ def test_smoothing_equals_the_grouped_convolution(B, T, C, std):
 
 
 def test_padding_does_not_reach_into_a_trial():
-    "A smoothed trial is the same alone and padded with zeros."
+    "A trial is smoothed in the same way alone and padded with zeros."
     x = torch.randn(1, 50, 3)
     k = gaussian_kernel()
     assert torch.equal(smooth(F.pad(x, (0, 0, 0, 30)), k)[:, :50], smooth(x, k))

@@ -93,7 +93,7 @@ SOME = {'a b': 3.0, 'b c aa': 6.0, 'c': 1.5, 'a': -1.0}
 
 
 def test_boosts_can_be_changed_and_removed(lm):
-    "After its boost is removed, a decoder gives exactly the results of a decoder without a boost."
+    "After a boost has been removed, a decoder gives the same results as a decoder without a boost."
     plain = LexiconBeamDecoder(LEXICON, lm)
     boosted = plain.with_boost(SOME)
     trials = random_trials(6)

@@ -193,7 +193,7 @@ def test_an_option_has_an_effect_or_is_refused(verb, line, name, value, call):
 
 
 def test_every_option_is_read():
-    "Also by verbs outside a run: the code of each verb reads the value of each of its options."
+    "The code of each verb, including verbs outside a run, reads the value of each of its options."
     for verb, command in VERBS.items():
         code = inspect.unwrap(command.callback).__code__
         read = {i.argval for i in dis.get_instructions(code) if i.opname.startswith('LOAD')} | set(code.co_cellvars)

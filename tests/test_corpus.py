@@ -81,5 +81,5 @@ def test_sentences_left_out_are_counted():
     '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000, '1/2 '*30_000, "6'"*50_000, '1¢'*50_000,
 ])
 def test_a_long_word_is_read_once(word, numbers):
-    "This would take minutes if the time grew with the square of the length."
+    "The test would take minutes if the time grew with the square of the word's length."
     assert list(clean_text([f'So it was {word} and no more. He went.'], numbers))[-1] == 'he went'

@@ -96,7 +96,8 @@ def test_an_overflow_skips_one_step_and_halves_the_scale(stores):
 
 
 def test_a_run_in_two_parts_equals_an_uninterrupted_one(stores, tmp_path, capsys):
-    "Bitwise equal, including the scale and the skipped steps; the first scale is too large for this model."
+    """Two parts of a run equal an uninterrupted run, including the scale and the skipped steps; the first scale is too
+    large."""
     kw = dict(precision='float16', batches_per_val_step=6, lr_decay_steps=60, lr_decay_steps_day=60)
     once = train(*stores, config(num_training_batches=9, **kw), tmp_path/'once', progress=False)
     train(*stores, config(num_training_batches=2, **kw), tmp_path/'parts', progress=False)
@@ -116,7 +117,7 @@ def test_a_run_in_two_parts_equals_an_uninterrupted_one(stores, tmp_path, capsys
 
 
 def test_a_checkpoint_without_a_scale_continues(stores, tmp_path):
-    "For example a checkpoint from before float16 was supported, or of another precision."
+    "Checkpoints without a scale are older than float16, or have another precision."
     kw = dict(batches_per_val_step=100)
     train(*stores, config(num_training_batches=2, precision='float32', **kw), tmp_path, progress=False)
     saved = load_file(tmp_path/'last.pt')

@@ -97,7 +97,7 @@ def test_decoding_needs_no_framework():
 
 
 def test_the_decoder_needs_numpy_numba_rapidfuzz_and_fastcore_alone(tmp_path):
-    "It decodes a whole trial and a stream while every other package is hidden."
+    "The decoder decodes a whole trial and a stream while every other package is hidden."
     lines = ['\\data\\', 'ngram 1=5', '', '\\1-grams:', '-99\t<s>', '-1\t</s>', '-2\t<unk>', '-0.5\ti',
              '-0.7\tsee', '\\end\\']
     (tmp_path/'lm.arpa').write_text('\n'.join([*lines, '']))
@@ -375,7 +375,7 @@ def test_the_package_loads_nothing_by_itself():
 
 
 def test_importing_the_package_loads_few_modules():
-    "It loads only itself, `typing`, and the imports of `typing`."
+    "Importing the package loads only the package itself, `typing`, and the imports of `typing`."
     def loaded(name): return set(process(f'import sys, {name}; print(*sys.modules)').stdout.split())
     assert loaded('b2t_kaggle') - loaded('typing') == {'b2t_kaggle'}
 

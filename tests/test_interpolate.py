@@ -114,7 +114,8 @@ def srilm_pruned(path, out, every):
 
 
 def test_suffixes_that_other_programs_pruned_are_added(tmp_path):
-    "They get the probabilities that KenLM finds by backing off; if KenLM refuses a model, the error says what to do."
+    """Added suffixes get the probabilities that KenLM finds by backing off; if KenLM refuses a model, the error gives a
+    remedy."""
     path = build_ngram(TEXT, tmp_path/'lm.arpa', order=3)
     holes = srilm_pruned(path, tmp_path/'holes.arpa', 4)
     model = read_arpa(holes)

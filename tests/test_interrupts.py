@@ -111,7 +111,7 @@ def test_a_scheduler_that_ends_every_process(packed, tmp_path, n_processes):
 
 
 def test_a_pipe_that_only_the_processes_of_a_training_write_to(packed, tmp_path):
-    "They notice that the pipe is closed, and cannot report it; all of them save and end."
+    "All processes notice that the pipe is closed, cannot report it, save and end."
     reading, writing = os.pipe()
     p = subprocess.Popen(command(tmp_path, packed, **{'train.processes': 2}), stdout=writing, stderr=writing)
     os.close(writing)
@@ -123,7 +123,7 @@ def test_a_pipe_that_only_the_processes_of_a_training_write_to(packed, tmp_path)
 
 
 def test_a_terminal_that_is_closed(packed, tmp_path):
-    "For example at the end of a connection: SIGHUP arrives, and nothing can be written any more."
+    "At the end of a connection, for example, SIGHUP arrives, and nothing can be written any more."
     pid, terminal = pty.fork()
     if pid == 0: os.execv(sys.executable, command(tmp_path, packed))
     read_until(terminal, STEPS)

@@ -62,7 +62,7 @@ def test_neither_wheels_nor_the_internet(tmp_path):
 
 
 def test_tensorflow_does_not_install_tensorboard(tmp_path):
-    "So the notebook asks for TensorBoard."
+    "TensorFlow's packages do not include TensorBoard, so the notebook installs it."
     absent = ('b2t_kaggle.config', 'tensorboard')
     parameters = json.dumps(dict(framework='tensorflow'))
     done, calls_of_pip = start(tmp_path, absent, PACKAGE='the-source', PARAMETERS=parameters)
@@ -93,7 +93,8 @@ def test_without_the_kit_it_says_what_to_attach(contents, tmp_path):
 
 
 def test_the_same_wheel_twice_and_through_links(tmp_path):
-    "As with folders for two images, or one folder at the end of two paths; a link back to the inputs is not followed."
+    """A wheel may be in folders for two images, or in one folder with two paths; a link back to the inputs is not
+    followed."""
     (tmp_path/'input').mkdir()
     for name in ('gpu', 'tpu'):
         (tmp_path/'elsewhere'/name).mkdir(parents=True)
@@ -146,7 +147,7 @@ def test_a_checkout_in_the_working_folder_is_not_mistaken_for_the_kit(is_whole, 
 
 
 def test_a_session_without_an_accelerator_says_so(tmp_path):
-    "With recordings, one error lists all that is missing before anything is installed or computed."
+    "If recordings are attached, one error lists everything missing before anything is installed or computed."
     session = tmp_path/'input'/RECORDINGS/'t15.2023.08.11'
     session.mkdir(parents=True)
     (session/'data_train.hdf5').touch()
@@ -165,7 +166,7 @@ def test_a_notebook_for_the_tpu_on_the_standard_image(tmp_path):
 
 
 def test_accelerators_have_one_name_each():
-    "In README, guides and notebooks; benchmarks keep their recorded names."
+    "README, guides and notebooks use one name for each accelerator; benchmarks keep their recorded names."
     root = NOTEBOOKS.parents[1]
     paths = [root/'README.md', *(p for p in sorted((root/'nbs').rglob('*.ipynb')) if p.parent.name != 'benchmarks')]
     named = r'\b[TLP]\d+ ?[×x] ?\d\b|\bTPU v\d\w?-\d+\b'

@@ -65,7 +65,7 @@ def attach_everything(root, layout):
     (dataset/'lm'/'4gram.bin').write_bytes(b'mmap lm http://kheafield.com/code format version 5')
     write_run(root/'input'/places['run'])
     write_run(root/'elsewhere'/'run')
-    for split in ('val', 'test'): # From another system, behind a link
+    for split in ('val', 'test'): # From another system, through a link
         (root/'elsewhere'/'run'/'logits'/f'{split}.arrow').rename(root/'elsewhere'/f'{split}.arrow')
     (dataset/'theirs').mkdir()
     for split in ('val', 'test'): (dataset/'theirs'/f'{split}.arrow').symlink_to(root/'elsewhere'/f'{split}.arrow')
@@ -93,7 +93,7 @@ def absent(image, folder):
 
 @pytest.mark.parametrize('image, layout', [('gpu', 'new'), ('tpu', 'old')])
 def test_a_submission(image, layout, tmp_path):
-    "It uses the log-probabilities of the run and of another system, the n-gram, the LLM and its adapter."
+    "The submission uses the log-probabilities of the run and of another system, the n-gram, the LLM and its adapter."
     paths = attach_everything(tmp_path, layout)
     done, asked = start(tmp_path, image, 'submit')
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_a_submission(image, layout, tmp_path):
 
 
 def test_a_continued_training(tmp_path):
-    "On a TPU's image, which lacks most packages; it prints the first batch, so that users notice an older output."
+    "The image is a TPU's, which lacks most packages. The first batch is printed, so that users notice an older output."
     paths = attach_everything(tmp_path, 'old')
     done, asked = start(tmp_path, 'tpu', 'train', accelerator='cpu')
     assert done.returncode == 0, done.stderr

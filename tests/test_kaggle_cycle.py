@@ -305,7 +305,7 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),
 ])
 def test_an_incomplete_output(name, files, message, kaggle, b2t):
-    "It is not used, and the notebook has to run again."
+    "An incomplete output is not used, and the notebook has to run again."
     kaggle.files[name] = files or {'__notebook__.ipynb': '{}'}
     status, output = b2t(*LINE)
     assert status == 1 and message in output and '--retry to run' in output, output
@@ -415,7 +415,8 @@ def test_a_missing_dataset(kaggle, b2t):
 
 
 def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
-    "For example the values of a trial run: its notebooks are not pushed again."
+    """A cycle that began with other values, for example those of a trial run, is refused, and its notebooks are not
+    pushed again."""
     assert b2t(*LINE, '--set', 'train.num_training_batches=2000')[0] == 0
     status, output = b2t(*LINE)
     assert status == 1 and "belongs to a cycle with overrides {'train.num_training_batches': '2000'}" in output, output
@@ -472,7 +473,7 @@ def test_a_damaged_token_is_named_and_not_shown(name, content, message, b2t, tmp
 
 
 def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
-    "Both errors have a remedy."
+    "Each error has a remedy."
     monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
     monkeypatch.setenv('KAGGLE_API_TOKEN', 'token')
     status, output = b2t(*LINE)

@@ -66,7 +66,7 @@ def test_training_leaves_a_run_and_few_outputs(trained, environment):
 
 
 def test_a_run_of_kaggle_is_also_done_elsewhere(trained, tmp_path):
-    "With the same stamps: all stages are done, and no trials are packed for it."
+    "The stamps are valid elsewhere: all stages are done, and no trials are packed."
     root = trained[0]
     run = Run(root/'working'/'run', tmp_path)
     assert {name: StageRun(run, name).status() for name in ('train', 'infer')} == dict(train='done', infer='done')
@@ -87,7 +87,8 @@ def test_a_trained_run_is_submitted(submitted):
 
 @pytest.fixture
 def models(submitted, tmp_path):
-    "An n-gram behind a link, an LLM, and weights of Whisper, which is not an LLM, attached to a session in `tmp_path`."
+    """An n-gram through a link, an LLM, and weights of Whisper, which is not an LLM, attached to a session in
+    `tmp_path`."""
     datasets = tmp_path/'input'/'datasets'/'someone'
     datasets.mkdir(parents=True)
     (datasets/'lm').symlink_to(submitted[0]/'working'/'run'/'lm')

@@ -90,7 +90,7 @@ def notebook(tmp_path):
 
 
 def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
-    "Its owner is the client's user, and its slug is made from its name."
+    "The notebook's owner is the client's user, and its slug is made from its name."
     status, output = b2t('kernel', notebook, '--accelerator', 'TPU v5e-8', '--competition', 'brain-to-text-25',
                          '--dataset', 'ada/b2t-wheels', '--kernel', 'ada/b2t-train', '-o', tmp_path/'push')
     assert status == 0, output
@@ -108,7 +108,7 @@ def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
 
 
 def test_a_refusal_is_an_error(kaggle, b2t, notebook, tmp_path):
-    "Although the client exits with status 0."
+    "The client exits with status 0 even if Kaggle refuses the request."
     kaggle.answers['SaveKernel'] = (200, {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'})
     status, output = b2t('kernel', notebook, '--id', 'ada/other', '--accelerator', 'T4 x2', '--internet', '-o',
                          tmp_path/'push')

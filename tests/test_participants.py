@@ -124,7 +124,7 @@ def test_each_has_a_map_onto_the_model(name, way, monkeypatch):
 
 
 def test_batches_have_the_shares(stores):
-    "By trials and by days; without shares, days are drawn from all participants."
+    "Batches have the given shares of trials and of days; without shares, days are sampled from all participants."
     t = trainer(stores, **{'data.batch_size': 8, 'data.days_per_batch': 3, 'data.shares': {'t12': .25, 't15': .75}})
     for step in range(6):
         days = t.store.day[t.loader.trials(step)]
@@ -248,7 +248,7 @@ def test_a_frozen_model_without_own_layers_is_refused(folders, tmp_path):
 
 
 def test_a_checkpoint_of_both_starts_one(folders, trained, tmp_path):
-    "Its participant layer and its days are copied; a model without participant layers is refused."
+    "The participant layer and the days of one participant are copied; a model without participant layers is refused."
     out, both = trained('gru')
     t15, t12 = (own_stores(folder, tmp_path) for folder in folders)
     t = trainer(t12, 'gru', {'t12': 256}, **{'train.init_checkpoint_path': out/'best.pt'})

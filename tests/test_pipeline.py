@@ -282,7 +282,7 @@ def test_a_failing_stage_says_why(finished, tmp_path):
 
 
 def test_output_of_a_stages_processes_is_printed_once(tmp_path):
-    "Such as the progress bar of a training in two processes."
+    "An example is the progress bar of a training in two processes."
     script = """
 import nbformat
 from pathlib import Path
@@ -369,7 +369,8 @@ def test_plan_and_presets_agree():
 
 
 def test_two_runs_share_large_files(tmp_path):
-    "Of two runs that start together on one work folder, one simulates and packs; the other waits and uses the result."
+    """If two runs start at the same time on one work folder, one simulates and packs; the other waits and uses the
+    result."""
     args = lambda name: [
         sys.executable,
         '-m',
@@ -393,7 +394,7 @@ def test_two_runs_share_large_files(tmp_path):
 
 
 def test_an_llm_reranks_and_the_submission_follows(finished, tmp_path):
-    "With a tiny language model; without an LLM in the configuration the stage does not exist."
+    "The language model is tiny; without an LLM in the configuration, the stage does not exist."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
 
@@ -502,7 +503,7 @@ def files_of(folder): return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p 
 
 
 def test_an_ensemble_is_a_separate_run(finished, tmp_path, here):
-    "Its log-probabilities are the mean of its members' and are decoded; its members are not changed."
+    "The ensemble decodes the mean of its members' log-probabilities; its members are not changed."
     run, options, _ = finished
     first = {split: LogitStore.open(run/'logits'/f'{split}.arrow') for split in ('val', 'test')}
     rng = np.random.default_rng(0)
@@ -603,7 +604,7 @@ def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
 
 
 def test_log_probabilities_of_test_alone(finished, tmp_path, here):
-    "Like another team's: the run makes a submission without error rates."
+    "A run on the log-probabilities of test, for example another team's, makes a submission without error rates."
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
     theirs = Run(tmp_path/'run', run.parent.parent/'data', {'infer.logits': str(run/'logits'/'test.arrow')})
@@ -715,7 +716,7 @@ def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_pa
 
 
 def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypatch):
-    "With too few trials no weights are tuned; every decoder that is opened has the tuned weights."
+    "Every decoder that is opened has the tuned weights; with too few trials no weights are tuned."
     from b2t_kaggle.decoding import tuning
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
@@ -822,8 +823,8 @@ def test_a_rate_is_the_same_everywhere(finished, tmp_path, monkeypatch, last):
 
 
 def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
-    """Its scores are in the lists and in their totals, with weights that were tuned without it; a missing model is an
-    error."""
+    """The LLM's scores are in the lists and their totals, with weights that were tuned without it; a missing model is
+    an error."""
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
 

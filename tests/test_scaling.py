@@ -346,7 +346,7 @@ def test_autocast(dtype, always):
 
 
 def test_memory_of_activations():
-    "Also in 16 bits."
+    "Swoosh stores one number per input for its backward pass, also in 16 bits."
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         x = torch.randn(30, 10, dtype=dtype, requires_grad=True)
         assert stored_bytes(SwooshL(), x) == 300 * size

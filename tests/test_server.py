@@ -689,7 +689,7 @@ def test_one_server_per_database(decoder, plain):
 
 
 def test_a_missing_redis(caplog):
-    "It is detected before anything else is done, but is not an error, because Redis may start later."
+    "A missing Redis is detected first, but is not an error, because Redis may start later."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0)) # No process listens on this port
         check_redis(port=s.getsockname()[1])
@@ -724,7 +724,7 @@ def test_passwords(decoder, tmp_path):
 
 @pytest.mark.skipif(shutil.which('openssl') is None, reason='openssl is not installed')
 def test_tls(decoder, tmp_path):
-    "With encryption and certificates on both sides; an untrusted certificate is refused."
+    "The connection is encrypted, with certificates on both sides; an untrusted certificate is refused."
     def openssl(*args): subprocess.run(['openssl', *args], cwd=tmp_path, check=True, capture_output=True)
 
     openssl(

@@ -208,7 +208,7 @@ def test_a_run_without_a_general_model(tmp_path, capsys):
 
 @pytest.mark.parametrize('repeat, note', [(1, 'val has 11 labelled words'), (20, 'Weights tuned on 220 words')])
 def test_a_run_with_a_general_model(repeat, note, tmp_path, capsys):
-    "It is mixed with transcripts and other text; words that only the general model knows can be decoded."
+    "The general model is mixed with transcripts and other text; words that only it contains can be decoded."
     grams = [{'<s>': (-99, 0), '</s>': (-.5, 0)} | {w: (-1.2, 0) for w in 'us am see the house qwxz'.split()},
              {'see us': (-.1, 0)}]
     (tmp_path/'general.lm.bin').write_bytes(sphinx_file(grams))

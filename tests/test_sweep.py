@@ -130,7 +130,7 @@ def test_machines_share_a_study(stage, tmp_path):
 
 
 def test_refused_ranges(stage, tmp_path):
-    "It is refused before a folder or a study is created, so that the command can be corrected and repeated."
+    "A range is refused before a folder or a study is created, so that the command can be corrected and repeated."
     for options, why in ((['--set', 'train.lr_max=1e-2:1e-4'], 'write the lower end first'),
                          (['--set', 'model.rnn_dropout=0:3'], 'model.rnn_dropout'),
                          (['--set', 'model.bidirectional=0:1'], 'valid boolean (found 0.5)'),

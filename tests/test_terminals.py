@@ -1,4 +1,4 @@
-"Terminals that are not UTF-8: what they cannot show is replaced, and no verb ends for want of a character."
+"Terminals that are not UTF-8: characters that they cannot show are replaced, and no verb fails because of a character."
 import json
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Each verb's help, tables with −, an error with …, and what a process prints that the command has started
+# Each verb's help, tables with −, an error with …, and output of a process that the command starts
 CODE = '''
 import subprocess, sys
 import click

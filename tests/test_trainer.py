@@ -725,7 +725,8 @@ def louder(features): return 1.2*features
 
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16', 'float16'])
 def test_a_custom_term_and_augmentation(stores, tmp_path, precision):
-    "Both have an effect, the term has curves, also with two views, and a run continues only with the same functions."
+    """The term and the augmentation have an effect, the term has curves, also with two views, and a run continues only
+    with the same functions."""
     few = dict(num_training_batches=4, batches_per_val_step=2, batches_per_save=2, precision=precision, cr_ctc=.2,
                processes=1)
     runs = dict(plain={}, term=dict(loss=change), both=dict(loss=change, augment=louder))
@@ -778,7 +779,8 @@ def train_without_end(folder, out):
 
 
 def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
-    "They save, and the process that started them reports after which batch; torchrun and the workers print nothing."
+    """The processes save, and the process that started them reports after which batch; torchrun and the workers print
+    nothing."""
     p = call(train_without_end, stores[0].path.parent, tmp_path)
     wait_for_checkpoint(p, tmp_path/'last.pt')
     os.killpg(p.pid, signal.SIGINT)

@@ -236,7 +236,7 @@ def test_parameters_at_the_official_sizes(noise_units):
 
 
 def test_the_optimiser_finds_all_biases_by_name():
-    "These are in the trainer's group without weight decay."
+    "Biases are in the trainer's group without weight decay."
     names = [n for n, p in TripleGRUDecoder(**SMALL).named_parameters() if p.dim() == 1]
     assert len(names) == 2 * 1 + 1 + 2 * 2 + 1 + 2 * 2 + 1 and all('gru.bias' in n or 'out.bias' in n for n in names)
 

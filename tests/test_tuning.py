@@ -134,7 +134,7 @@ def test_the_figures_agree_with_the_sentences(decoder, lm, trials):
 
 @pytest.mark.parametrize('seed', range(3))
 def test_tuned_weights_make_no_more_errors_than_the_start(decoder, trials, seed):
-    "Also if the references belong to other trials, so that nothing can be learned."
+    "This also holds if the references belong to other trials, so that nothing can be learned."
     shuffled = np.random.default_rng(seed).permutation(REFERENCES).tolist()
     result = tuned(decoder, trials, shuffled)
     assert result.edits['candidate'] <= result.edits['start']

@@ -208,7 +208,8 @@ write(0)
 
 
 def test_files_of_a_killed_process_are_removed(tmp_path):
-    "Its temporary files stay as long as it lives; a folder that was being replaced is restored."
+    """Temporary files stay while their process lives, and are removed afterwards; a folder that was being replaced is
+    restored."""
     run = Run(tmp_path/'run', tmp_path/'work')
     adapter = run.dir/'adapter'
     adapter.mkdir()
@@ -306,6 +307,6 @@ def test_errors_name_files_that_change_while_they_are_read(tmp_path):
 
 
 def test_temporary_files_are_made_in_one_place():
-    "So the temporary files of killed processes have recognisable names."
+    "All temporary files have recognisable names, so that those of killed processes can be found."
     sources = Path(b2t_kaggle.__file__).parent.rglob('*.py')
     assert [f.name for f in sources if re.search(r'^(import|from) tempfile', f.read_text(), re.M)] == ['files.py']

@@ -15,7 +15,7 @@ def names(test):
 
 
 def test_names_depend_on_the_test_alone():
-    "Not on the tests before it, and no two tests give a function the same name."
+    "Names do not depend on earlier tests, and no two tests give a function the same name."
     functions, layers = names('one')
     assert (functions, layers) == names('one') and len({*functions, *layers}) == 4
     others, same = names('another')

@@ -241,7 +241,7 @@ print([int(i) for i in strategy.experimental_local_results(ids)], pick_tensorflo
 
 
 def test_an_optimiser_of_pytorch_after_tensorflow():
-    "It imports Triton, which crashes a process that imported TensorFlow first."
+    "The optimiser imports Triton, which crashes a process that imported TensorFlow first."
     if not find_spec('triton'): pytest.skip('this PyTorch has no Triton; builds for GPUs do')
     code = ('from b2t_kaggle.tensorflow import layers\nimport torch\n'
             'torch.optim.SGD([torch.zeros(1, requires_grad=True)])')
@@ -251,7 +251,7 @@ def test_an_optimiser_of_pytorch_after_tensorflow():
 
 
 def test_cpus_compute_bfloat16_in_float32():
-    "So float32 is the default on CPUs."
+    "CPUs without AMX multiply bfloat16 numbers in float32, so float32 is their default."
     if 'amx_bf16' in cpu_flags(): pytest.skip('seen on processors without AMX')
     with tf.device('CPU'):
         a = tf.ones([16, 16], tf.bfloat16)

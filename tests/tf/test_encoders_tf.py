@@ -58,7 +58,7 @@ def test_overfits_a_toy(name, trained):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_padding_changes_nothing(name, trained):
-    "With garbage after a trial's end, its frames equal those of the trial alone."
+    "A trial's frames equal those of the trial alone, although its padding is garbage."
     model, cfg = load_model(trained(name)[0]/'best.weights.h5')
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 60, 16)).astype('float32')

@@ -148,7 +148,7 @@ def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
 
 
 def test_compiled_equals_eager():
-    "Also with dropout, which draws the same numbers."
+    "Compiled and eager models are equal, also with dropout, which draws the same numbers."
     keras.utils.set_random_seed(0)
     model = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=2, patch_size=5, patch_stride=3)
     args = batch([23, 14])

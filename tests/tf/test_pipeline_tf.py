@@ -76,7 +76,7 @@ def test_inference_and_conversion_to_pytorch(finished, tmp_path):
 
 
 def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
-    "With the usual command; only values that are too large for a small machine are overridden."
+    "The usual command trains it; only values that are too large for a small machine are overridden."
     out, _ = finished
     sessions = ['t15.2023.08.11', 't15.2023.08.13']
     cfg = with_overrides(preset('official'), {'data.sessions': sessions})

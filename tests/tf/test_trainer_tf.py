@@ -52,8 +52,8 @@ TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8}
 
 @pytest.mark.parametrize('model', [{'n_buckets': 2}, TRIPLE], ids=['gru', 'triple_gru'])
 def test_the_steps_equal_those_of_pytorchs_trainer(stores, model):
-    """From the same weights: losses, norms, validation, and every weight. With two buckets, clipping, a large epsilon,
-    and weight decay everywhere."""
+    """Losses, norms, validation and all weights are equal after steps from the same weights, with two buckets,
+    clipping, a large epsilon, and weight decay everywhere."""
     recipe = {'weight_decay': .02, 'weight_decay_day': .01, 'grad_norm_clip_value': 7.5, 'epsilon': .1,
               'lr_max_day': .02, 'lr_warmup_steps': 2}
     cfg = cpu_config(**NOTHING_RANDOM | model | recipe)
@@ -88,7 +88,7 @@ def test_a_compiler_sees_one_program_for_all_random_numbers(stores):
 
 
 def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
-    "Including noise, cuts and dropout; XLA compiles only the program for one device."
+    "Noise, cuts and dropout are included; XLA compiles only the program for one device."
     sizes = {'data.batch_size': 16}
     start_copies()
     p = copies.call(write_steps, tmp_path/'eight.json', 8, stores[0].path.parent, cpu_config(**sizes))
@@ -152,8 +152,8 @@ def exact_losses(stores): return losses_in(stores, 'float32')[1]
 
 @pytest.mark.parametrize('precision', ['bfloat16', 'float16'])
 def test_a_run_in_16_bits(stores, tmp_path, precision, exact_losses):
-    """It takes nearly the steps of float32, also with micro-batches, and its log-probabilities are close to those
-    computed in float32 from its weights."""
+    """Steps are nearly those of float32, also with micro-batches, and log-probabilities are close to those computed in
+    float32 from the same weights."""
     def log_probs(precision):
         path = tmp_path/f'{precision}.arrow'
         return np.concatenate([*infer(tmp_path, stores[1], path, 'cpu', precision, progress=False)])
@@ -283,7 +283,7 @@ def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
 
 
 def test_a_full_memory_is_explained(stores):
-    "From TensorFlow's own error."
+    "The message is made from TensorFlow's own error."
     t = new_trainer(stores, accumulate=2)
     device = t.backend.device.name
     t.metrics = lambda: tf.ones([2**44])

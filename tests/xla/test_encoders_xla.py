@@ -49,7 +49,7 @@ def test_one_program_per_length_and_no_fallback(name, results):
 
 @pytest.mark.parametrize('name', REPLAYED)
 def test_replayed_steps_equal_the_recorded_ones(name, results):
-    "Bitwise equal, with a schedule that changes in every step, and random numbers in each model."
+    "Steps are bitwise equal, with a schedule that changes in every step, and random numbers in each model."
     recorded, replayed = (results[1][f'{how}{name}'] for how in ('', 'replayed '))
     assert 'error' not in replayed, replayed['error']
     for k in ('losses', 'norms', 'val'): assert replayed[k] == recorded[k], k

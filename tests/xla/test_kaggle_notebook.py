@@ -51,7 +51,7 @@ def test_nothing_is_installed_if_nothing_is_missing(first, environment):
 
 
 def test_a_version_continues_the_attached_one(first, environment, tmp_path):
-    "On one device, from a read-only folder, with the output of the first session in a deep subfolder."
+    "The version runs on one device, from a read-only folder, with the output of the first session in a deep subfolder."
     (first[0]/'working'/'run'/'xla').mkdir()
     (first[0]/'working'/'run'/'xla'/'program').write_text('compiled')
     attach(tmp_path, first[0])

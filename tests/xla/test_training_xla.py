@@ -99,7 +99,7 @@ def test_a_step_is_compiled_once_per_length_and_nothing_falls_back_to_the_host(o
 
 
 def test_eight_devices_take_the_same_steps_as_one(one, steps_on):
-    "Including noise, cuts and dropout. The test below compares two devices."
+    "Noise, cuts and dropout are included. The test below compares two devices."
     eight = steps_on(8, 'gru')
     assert eight['n'] == 8 and one['n'] == 1
     for k in ('losses', 'norms'): assert eight[k] == pytest.approx(one[k], rel=1e-4), k
@@ -152,7 +152,7 @@ def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_proces
 
 
 def test_a_step_of_scaled_adam_is_one_program_per_length_on_one_device_and_the_same_on_two(steps_on):
-    "With CR-CTC, including noise, masks and dropout of both views."
+    "CR-CTC is on, with noise, masks and dropout in both views."
     one, two = steps_on(1, 'scaled_adam'), steps_on(2, 'scaled_adam')
     assert compiled_once(one) and one['fallbacks'] == [], one
     assert two['n'] == 2 and compiled_once(two) and two['fallbacks'] == []
@@ -167,7 +167,7 @@ def test_bfloat16_trains(model, steps_on):
 
 
 def test_a_run_moves_between_accelerators(data, tmp_path, capsys):
-    "From the CPU to XLA and back; a continued run reports the change, and inference agrees."
+    "A run moves from the CPU to XLA and back; a continued run reports the change, and inference agrees."
     lengths = {'lr_decay_steps': 30, 'lr_decay_steps_day': 30, 'batches_per_val_step': 10, 'batches_per_save': 10}
     def run(n): return SIZES | NOTHING_RANDOM | lengths | {'num_training_batches': n, 'n_buckets': 1}
 
