@@ -284,7 +284,7 @@ def test_both_spellings_of_unk(tmp_path):
     with pytest.raises(ArpaError, match='<unk> and <UNK>'): Automaton.load(path)
 
 
-def test_words_that_no_model_knows(tmp_path):
+def test_words_that_are_in_no_model(tmp_path):
     lm = Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Haus', 'Hof']))
     check_words(lm, ['maus', 'hof'])
     message = "lm.arpa: knows none of the 2 words to be decoded, such as 'house'; give"

@@ -146,7 +146,7 @@ class Letters:
     def keep(self, histories): pass
 
 
-def test_beside_a_fusion(lm):
+def test_boosts_with_a_fusion(lm):
     decoder = LexiconBeamDecoder(LEXICON, lm, fusion=Letters(), threshold=math.inf, boost=SOME | {'new': 2.})
     plain = LexiconBeamDecoder(LEXICON, lm, threshold=math.inf, beam=5000, nbest=3000, boost=SOME | {'new': 2.})
     for x in random_trials(4, frames=6):

@@ -251,7 +251,7 @@ def test_errors_suggest_the_intended_name(line, end, call):
     assert status in (1, 2) and told.endswith(f'{end}\n') and not record, told
 
 
-def test_a_variant_that_cannot_begin_leaves_nothing(call):
+def test_a_variant_that_cannot_start_leaves_no_files(call):
     line = 'run --from first --name new --llm'
     status, told, record = call(f'{line} nothing.gguf')
     assert status == 1 and told.endswith('nothing.gguf: there is no such file\n') and not record, told
@@ -365,7 +365,7 @@ def test_help_of_a_verb_begins_with_its_short_line():
 
 
 @pytest.mark.parametrize('group', ['audio', 'data', 'kaggle', 'lm'])
-def test_help_of_a_group_cuts_no_line(group, monkeypatch):
+def test_help_of_a_group_does_not_cut_lines(group, monkeypatch):
     monkeypatch.setenv('COLUMNS', '80')
     told = CliRunner().invoke(cli.main, [group, '--help']).output
     lines = told.rpartition(':\n')[2].splitlines()

@@ -71,7 +71,7 @@ def test_independent_systems_correct_each_other():
     assert bootstrap_difference(references, [h.text for h, in systems[0]], votes).high < 0
 
 
-def test_the_interval_is_the_normal_one_for_many_sentences():
+def test_the_interval_is_normal_for_many_sentences():
     rng = np.random.default_rng(0)
     references = ['a b c d e']*2000
     def system(rate): return [' '.join(w if rng.random() > rate else 'x' for w in 'abcde') for _ in references]

@@ -47,7 +47,7 @@ def binomial_quantile(n, p, q):
 
 
 @pytest.mark.parametrize('n, wrong', [(40, 10), (200, 6), (731, 300)])
-def test_the_interval_is_that_of_the_binomial_distribution(n, wrong):
+def test_the_interval_agrees_with_the_binomial_distribution(n, wrong):
     "With one word per trial, the number of errors in a resample is binomial."
     rate = rate_interval(counts([1]*wrong + [0]*(n - wrong), [1]*n))
     assert rate.value == wrong/n
@@ -55,7 +55,7 @@ def test_the_interval_is_that_of_the_binomial_distribution(n, wrong):
     assert rate[1:] == pytest.approx(exact, abs=1.01/n) # A quantile of resamples may be the next number
 
 
-def test_the_interval_of_a_ratio_is_the_normal_one_for_many_trials():
+def test_the_interval_of_a_ratio_is_normal_for_many_trials():
     "For trials of different lengths, the variance of a ratio is known by linear approximation (Cochran, 1977)."
     rng = np.random.default_rng(3)
     length = rng.integers(1, 15, 4000)

@@ -139,7 +139,7 @@ def test_a_loss_per_label_equals_pytorchs_mean(stores):
     assert validation['val_per'] == per_trial['val_per'] and validation['val_loss'] < .5 * per_trial['val_loss']
 
 
-def test_an_encoder_with_losses_of_its_own(stores):
+def test_an_encoder_with_its_own_losses(stores):
     """The clean logits of the TripleGRU are compared; an encoder that does not name its clean logits is refused in one
     line."""
     sizes = {'model.name': 'triple_gru', 'noise_units': 8}

@@ -225,7 +225,7 @@ def by_all_spellings(log_probs, text, spellings):
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_acoustic_scores_are_those_of_all_paths(seed):
+def test_acoustic_scores_agree_with_all_paths(seed):
     "Scores are equal to the last digit, whether words sound alike or not, and whether any of them fit the frames."
     rng = np.random.default_rng(seed)
     spellings = [[tuple(rng.integers(1, 4, rng.integers(1, 4))) for _ in range(rng.integers(1, 3))] for _ in range(4)]
@@ -781,7 +781,7 @@ def test_probabilities_of_zero(lm):
     assert decoder.decode(partly) and np.isneginf(partly).sum() == 1
 
 
-def test_defaults_are_those_of_the_configuration():
+def test_defaults_equal_the_configurations():
     of_decoder = {
         name: p.default
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()

@@ -422,7 +422,7 @@ def test_imports_no_framework(tmp_path):
         assert 'packages    ' in r.stdout and all(f'{k}={v}' in r.stdout for k, v in env.items())
 
 
-def test_torch_is_imported_when_asked_for_and_nothing_else(tmp_path):
+def test_only_torch_is_imported_when_it_is_requested(tmp_path):
     code = ("import sys\nfrom b2t_kaggle.devices.torch import *\nfrom b2t_kaggle.devices.machine import detect\n"
             f"detect('torch')\npick_torch('cpu')\nprint([m for m in {FRAMEWORKS[:3]!r} if m in sys.modules])")
     r = python(code, tmp_path)

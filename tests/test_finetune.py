@@ -53,7 +53,7 @@ def test_a_tree_has_the_loss_and_the_gradient_of_rows(folders, kind):
 
 @pytest.mark.filterwarnings('ignore:fan_in_fan_out')
 @pytest.mark.parametrize('kind', ['opt', 'llama', 'gpt2'])
-def test_it_learns_and_loads_and_leaves_the_weights_alone(folders, kind, tmp_path):
+def test_it_learns_and_loads_without_changing_the_weights(folders, kind, tmp_path):
     model, tokenizer = load(folders[kind])
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     def perplexity(model):
@@ -100,7 +100,7 @@ def test_an_adapter_is_whole_or_the_old_one(folders, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('error', [OSError('Stale file handle'), KeyboardInterrupt()])
-def test_the_old_adapter_comes_back(folders, tmp_path, monkeypatch, error):
+def test_the_old_adapter_is_restored(folders, tmp_path, monkeypatch, error):
     "The second of the two renames fails or is interrupted."
     model, tokenizer = load(folders['opt'])
     tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)

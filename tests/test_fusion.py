@@ -340,7 +340,7 @@ def test_long_trials_and_overflow_are_errors(lms, ngram):
         fusion.begin(WORDS).score(np.array([1]), np.array([0]), np.array([0]))
 
 
-def test_defaults_are_those_of_the_configuration():
+def test_defaults_equal_the_configurations():
     parameters = {k: p.default for k, p in inspect.signature(LLMFusion).parameters.items()
                   if k not in ('model', 'tokenizer', 'every')}
     of_config = DecodeConfig().model_dump()

@@ -96,7 +96,7 @@ def test_decoding_needs_no_framework():
     assert errors == {} and loaded == []
 
 
-def test_the_decoder_needs_numpy_numba_rapidfuzz_and_fastcore_alone(tmp_path):
+def test_the_decoder_needs_only_numpy_numba_rapidfuzz_and_fastcore(tmp_path):
     "The decoder decodes a whole trial and a stream while every other package is hidden."
     lines = ['\\data\\', 'ngram 1=5', '', '\\1-grams:', '-99\t<s>', '-1\t</s>', '-2\t<unk>', '-0.5\ti',
              '-0.7\tsee', '\\end\\']
@@ -211,7 +211,7 @@ def is_upward(module, target):
     return LAYER[layer_of(target)] < LAYER[layer_of(module)]
 
 
-def find_circle(graph):
+def find_cycle(graph):
     "A cycle of modules that import each other; empty if there is none."
     done = set()
     def visit(module, path):
@@ -243,12 +243,12 @@ def test_imports_point_downward_only():
 
 def test_no_modules_import_each_other():
     graph = import_graph()
-    assert find_circle(graph) == []
+    assert find_cycle(graph) == []
 
 
-def test_circles_are_found():
-    assert find_circle({'a': {'b'}, 'b': {'c'}, 'c': {'b'}}) == ['b', 'c']
-    assert find_circle({'a': {'b', 'c'}, 'b': {'c'}, 'c': set()}) == []
+def test_cycles_are_found():
+    assert find_cycle({'a': {'b'}, 'b': {'c'}, 'c': {'b'}}) == ['b', 'c']
+    assert find_cycle({'a': {'b', 'c'}, 'b': {'c'}, 'c': set()}) == []
 
 
 @pytest.mark.parametrize('layer, other', [('tensorflow', 'pytorch'), ('pytorch', 'tensorflow')])
@@ -347,7 +347,7 @@ def test_notebooks_out_of_order_are_found(tmp_path, name, found):
     assert list(out_of_order(tmp_path)) == [(f'{name}.ipynb', '01_metrics.ipynb')] * found
 
 
-def test_a_number_is_given_once_in_a_folder():
+def test_numbers_are_unique_in_a_folder():
     numbered = [(path.parent, number(path)) for path in sorted((ROOT/'nbs').rglob('[0-9]*.ipynb'))
                 if path.parent.name != '.ipynb_checkpoints']
     assert len(numbered) == len(set(numbered))

@@ -39,7 +39,7 @@ def start(root, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb
     return done, [line.split() for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-def test_the_kit_and_what_is_missing_come_from_wheels(tmp_path):
+def test_the_kit_and_missing_packages_are_installed_from_wheels(tmp_path):
     wheels = tmp_path/'input'/'my-wheels'
     wheels.mkdir(parents=True)
     kit = wheels/'b2t_kaggle-0.1.0-py3-none-any.whl'

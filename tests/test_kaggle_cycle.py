@@ -485,7 +485,7 @@ def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
     assert done.returncode == 1 and 'set KAGGLE_CONFIG_DIR to another' in done.stderr, done.stderr
 
 
-def test_another_cycle_does_not_take_its_place(kaggle, b2t):
+def test_another_cycle_does_not_replace_it(kaggle, b2t):
     assert b2t(*LINE)[0] == 0
     n = len(kaggle.asked)
     status, output = b2t(*LINE, '--preset', 'official', '--id', NAME)

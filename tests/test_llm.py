@@ -158,7 +158,7 @@ def test_beyond_a_sliding_window_rows_are_computed(tmp_path):
     assert np.abs(score_sentences(model, tokenizer, TEXT) - expected).max() > 0.1
 
 
-def test_training_mode_is_left_as_it_was(lms):
+def test_training_mode_is_preserved(lms):
     model, tokenizer = lms['opt']
     expected = score_sentences(model, tokenizer, TEXT)
     model.train()

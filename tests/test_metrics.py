@@ -47,7 +47,7 @@ texts = st.text(alphabet="ab B.-'", max_size=20)
 
 
 @given(tokens, tokens)
-def test_counts_are_a_shortest_alignment(ref, hyp):
+def test_counts_agree_with_a_shortest_alignment(ref, hyp):
     c = count_edits(ref, hyp)
     assert c.edits == distance(ref, hyp)
     assert c.length == len(ref) and c.hits + c.substitutions + c.insertions == len(hyp) and min(c) >= 0

@@ -69,7 +69,7 @@ def make(n=60, seed=0, n_hyps=8):
 
 @pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.),
                                      Weights(0.3, 0.6, 0.5, length_penalty=1.5)])
-def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
+def test_errors_of_arrays_equal_those_of_the_ranked_lists(weights):
     nbest, references = make()
     expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in interpolate(nbest, weights)])]
     trials = mixture._TrialScores(nbest, references)
@@ -127,7 +127,7 @@ def test_cross_validation_does_not_use_the_trial_itself():
     assert cross_validate(nbest, wrong)[5] == ranked[5]
 
 
-def test_a_length_penalty_stays_as_it_is_given():
+def test_a_given_length_penalty_is_kept():
     nbest, references = make(60, seed=4)
     found = tune(nbest, references, Weights(length_penalty=-2.))
     assert found.weights.length_penalty == -2 and tune(nbest, references).weights.length_penalty == 0

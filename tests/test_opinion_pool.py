@@ -172,7 +172,7 @@ def test_a_causal_lm_is_ignored_in_blocks_of_random_words():
     assert one[1::2] == other[1::2] and one[::2] != other[::2]
 
 
-def test_scores_of_a_causal_lm_are_those_of_the_sentences(tmp_path):
+def test_scores_of_a_causal_lm_agree_with_those_of_the_sentences(tmp_path):
     h = simulated(3, 0)
     texts = sorted({e.text for entries in h.entries.values() for e in entries})
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'llama', texts))

@@ -282,7 +282,7 @@ def test_refusals_in_one_line(folders, stores):
         trainer(stores, participants={'t15': 512})
 
 
-def test_sessions_of_the_second_folder_alone_are_refused_before_anything_is_computed(folders, tmp_path):
+def test_sessions_of_only_the_second_folder_are_refused_before_anything_is_computed(folders, tmp_path):
     values = {'data.dataset_dir': folders, 'model.participants': BOTH, 'data.sessions': SESSIONS[2:]}
     run = Run(tmp_path/'run', tmp_path/'work', SMALL | values, save=False)
     with pytest.raises(PipelineError, match=f'^data.sessions = t12.*: found none of them in {folders[0]}, the first '

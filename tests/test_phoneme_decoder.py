@@ -65,7 +65,7 @@ def best_by_enumeration(frames, lm, model):
 
 
 @pytest.mark.parametrize('seed', range(5))
-def test_the_best_sentence_is_that_of_all_paths(lm, seed):
+def test_the_best_sentence_agrees_with_all_paths(lm, seed):
     x = phoneme_list({'five_best': [{'phonemes': 'AH B |', 'score': -.4}, {'phonemes': 'AH | |', 'score': -1.3}]})
     model = random_model(seed)
     frames = list_frames(x, model)
@@ -76,7 +76,7 @@ def test_the_best_sentence_is_that_of_all_paths(lm, seed):
     assert found.total == pytest.approx(score, abs=1e-3)
 
 
-def test_the_best_total_with_an_llm_is_that_of_all_paths(lm):
+def test_the_best_total_with_an_llm_agrees_with_all_paths(lm):
     "For any scores of the LLM; the search's own weights only determine which sentences are found."
     x = phoneme_list({'five_best': [{'phonemes': 'AH B |', 'score': -.4}, {'phonemes': 'AH | |', 'score': -1.3}]})
     def scores(texts): return np.array([math.sin(sum(map(ord, t))) for t in texts])
@@ -150,7 +150,7 @@ def test_weights_of_the_list_alone_give_its_shares():
     assert network.gaps[3, to_class_ids(['AH'])[0]] == pytest.approx(.2)
 
 
-def test_the_order_is_that_of_expected_errors(lm):
+def test_sentences_are_ordered_by_expected_errors(lm):
     x = phoneme_list({'greedy': 'AH B | AH |'})
     found = decode_lists([x], LEXICON, lm, random_model(7), nbest=20)[0]
     p = np.exp([h.total for h in found])

@@ -855,7 +855,7 @@ def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
     assert here == ['decode', 'submit', 'report'] # The same model is used
 
 
-def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monkeypatch):
+def test_an_llm_without_time_changes_nothing(finished, tmp_path, here, monkeypatch):
     "Trials for which there is no time keep the order of the search, and are rescored later."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm

@@ -131,7 +131,7 @@ def test_overflow_is_an_error_and_rounding_is_not(tmp_path, value):
     assert np.array_equal(Ragged(tmp_path/'x')[0], np.array([65504, 0, np.inf, np.nan], 'float16'), equal_nan=True)
 
 
-def test_a_killed_writer_leaves_the_old_file_and_its_rest_is_removed(good):
+def test_a_killed_writer_leaves_the_old_file_and_its_temporary_file_is_removed(good):
     before = good.read_bytes()
     code = '''if True:
         import sys, numpy as np

@@ -188,7 +188,7 @@ def test_tables_of_eden_equal_icefalls(reference):
         assert found == pytest.approx(reference[name].ravel().tolist(), rel=1e-6), name
 
 
-def test_the_rates_of_a_run_are_those_of_eden2():
+def test_the_rates_of_a_run_equal_those_of_eden2():
     cfg = config(lr_scheduler_type='eden', lr_max=.045, lr_max_day=.01, lr_warmup_steps=20).train
     cfg = cfg.model_copy(update=dict(lr_eden_batches=100))
     groups = [dict(params=[torch.nn.Parameter(torch.zeros(2))], lr=lr) for lr in (.045, .01)]
@@ -262,7 +262,7 @@ def test_clipping_ignores_the_trainers_setting(stores):
     assert torch.equal(*weights)
 
 
-def test_an_overflow_in_float16_leaves_everything(stores):
+def test_an_overflow_in_float16_changes_nothing(stores):
     t = trainer(stores, 'float16')
     t.scaler.load_state_dict(t.scaler.state_dict() | dict(scale=2.**60))
     before = {name: {k: v.clone() for k, v in s.items()} for name, s in t.optimizer.state_dict().items()}

@@ -51,7 +51,7 @@ def test_an_optimiser_that_loses_its_state_is_detected(bench, monkeypatch):
     assert failing(selftest.resume, bench) == ['resumed: weights']
 
 
-def test_no_check_stops_the_others(monkeypatch, tmp_path):
+def test_a_failing_check_does_not_stop_the_others(monkeypatch, tmp_path):
     def raises(bench):
         yield within('a difference', float('nan'), .5)
         raise RuntimeError('the device is lost\nfor ever')

@@ -106,7 +106,7 @@ WARNINGS = {'other sentence', 'not a character', 'duplicate', 'duplicate across 
 
 
 @pytest.mark.parametrize('fault', FAULTS)
-def test_a_fault_is_found_and_named(data_dir, fault):
+def test_faults_are_found_and_named(data_dir, fault):
     field, change = FAULTS[fault]
     path = edit(data_dir, change)
     problems = validate(data_dir)
@@ -352,7 +352,7 @@ for number in {numbers}:
 
 @pytest.mark.parametrize('name', ['data_train (1).hdf5', 'data_train_old.hdf5', 'data_val.HDF5', 'copy of data_test.h5',
                                   'notes.hdf5', 'data_dev.hdf5'])
-def test_a_further_file_is_named_and_left_alone(data_dir, tmp_path, name):
+def test_an_additional_file_is_named_and_ignored(data_dir, tmp_path, name):
     before = [t.key for t in read_session(session_path(data_dir, DAY, 'train'))]
     shutil.copy(session_path(data_dir, DAY, 'train'), data_dir/DAY/name)
     row, = validate(data_dir).itertuples()

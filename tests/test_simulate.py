@@ -82,7 +82,7 @@ def test_no_held_out_sentence_in_train_or_text(small):
     assert len(held) == 10 and len(text) == 300 and not held & set(map(normalize_sentence, text))
 
 
-def test_the_files_hold_the_plan(small):
+def test_the_files_follow_the_plan(small):
     plan = plan_trials(3, 8, 3, 2, seed=4)
     for (session, split), rows in plan[plan.split != 'test'].groupby(['session', 'split']):
         trials = read_session(session_path(small, session, split))
@@ -328,7 +328,7 @@ def correlations(crossings, power, array):
     return np.array([(z[1:]*z[:-1]).mean(), (z[10:]*z[:-10]).mean(), (x*z).mean(), np.corrcoef(slow.T)[others].mean()])
 
 
-def test_the_noise_of_a_recording_is_that_of_a_real_trial():
+def test_the_noise_of_a_recording_agrees_with_a_real_trial():
     "The real trial has z-scored log(1 + crossings); its rows are crossings and power, array by array."
     if not TRIAL.exists(): pytest.skip(f'{TRIAL.name} of the real data is not beside the repository')
     (first, power, second, more) = np.split(np.load(TRIAL, allow_pickle=False).T.astype(float), 4, axis=1)

@@ -153,7 +153,7 @@ def test_a_page_of_a_module_begins_with_its_main_names(site, page, first):
     assert set(re.findall('<td><a href="#([^"]*)"', table)) == set(public) - set(first)
 
 
-def test_names_are_counted_where_they_are_imported():
+def test_imported_names_are_counted():
     code = 'from b2t_kaggle import preset\nfrom b2t_kaggle.lm.ngram import build_ngram as b\nimport b2t_kaggle\n%run x'
     assert list(names.imported(code)) == [('config', 'preset'), ('lm.ngram', 'build_ngram')]
 

@@ -20,7 +20,7 @@ fixture_ok = settings(suppress_health_check=[HealthCheck.function_scoped_fixture
 
 @fixture_ok
 @given(st.lists(st.text().map(normalize_sentence) | st.text(alphabet="aZ -'", max_size=9), max_size=9))
-def test_what_is_written_reads_back(tmp_path, texts):
+def test_round_trip(tmp_path, texts):
     p = tmp_path/'submission.csv'
     warnings = write_submission(p, texts, len(texts))
     assert warnings == validate_submission(p, len(texts))

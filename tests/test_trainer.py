@@ -89,7 +89,7 @@ SMALL = {
 def config(**kw): return with_overrides(preset('demo'), SMALL | kw)
 
 
-def test_steps_of_a_refit_are_those_of_a_run_on_both_splits(stores, tmp_path):
+def test_steps_of_a_refit_equal_those_of_a_run_on_both_splits(stores, tmp_path):
     "Compared with a store whose files hold the trials of both splits. A model trained on val is not evaluated on val."
     for s in SESSIONS:
         trials = [t for store in stores for t in map(store.__getitem__, range(len(store))) if t.session == s]

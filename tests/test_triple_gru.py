@@ -208,7 +208,7 @@ def test_autocast_follows_float32():
     assert torch.cosine_similarity(*grads, dim=0) > 0.995
 
 
-def test_a_new_model_is_the_clean_model_on_the_whole_recording():
+def test_a_new_model_equals_its_clean_part_on_the_whole_recording():
     torch.manual_seed(0)
     model = TripleGRUDecoder(**SMALL).double()
     x, day, _ = batch([12, 9])

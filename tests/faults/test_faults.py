@@ -35,7 +35,7 @@ def secret(tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', KINDS)
-def test_hostile_files_and_damaged_ones(kinds, secret, tmp_path, name, request):
+def test_hostile_and_damaged_files(kinds, secret, tmp_path, name, request):
     n = 0 if name.startswith('KenLM') else request.config.getoption('--faults') # Only the header is verified
     found = in_a_process(try_kind, tmp_path/'case', kinds, name, n, secret)
     assert not report(found), report(found)

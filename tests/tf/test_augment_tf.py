@@ -74,7 +74,7 @@ def test_noise_has_the_distribution_of_pytorchs(kw, samples):
     assert not differ(ours, theirs) and differ(ours, 1.5 * theirs)
 
 
-def test_the_whole_recipe_is_the_official_one_compiled_or_not():
+def test_the_whole_recipe_equals_the_official_one_compiled_or_not():
     """Gain, noise, offset, walk, cut and smoothing are replayed in PyTorch from the same random numbers, also for
     single trials."""
     cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,

@@ -73,7 +73,7 @@ def test_from_an_official_folder(tmp_path):
     assert found.model == cfg.model
 
 
-def test_what_cannot_be_converted(tmp_path):
+def test_models_that_cannot_be_converted(tmp_path):
     trained('triple_gru', tmp_path)
     status, output = b2t('convert', tmp_path/'best.pt', tmp_path/'official')
     assert status == 1 and 'only a gru that reads forwards can be written' in output, output

@@ -123,7 +123,7 @@ def test_the_build_explains_the_failure(build, message, monkeypatch):
     assert (d.kind, d.precision) == ('cpu', 'float32') and 'has no kernels for a TPU' in d.reason
 
 
-def test_a_tpu_of_pytorch_is_left_alone(monkeypatch):
+def test_a_tpu_that_pytorch_uses_is_left_alone(monkeypatch):
     calls = simulate_tpu(monkeypatch, 8, KAGGLE)
     monkeypatch.setitem(sys.modules, 'torch_xla', ModuleType('torch_xla'))
     message = 'accelerator tpu: PyTorch/XLA is imported in this process, and only one of the two can use a TPU'
@@ -214,7 +214,7 @@ def test_gpus_that_tensorflow_does_not_see(monkeypatch):
     with pytest.raises(DeviceError, match='accelerator cuda: TensorFlow finds no GPU'): pick_tensorflow('cuda')
 
 
-def test_a_tpu_goes_before_gpus_and_gpus_before_the_processor(monkeypatch):
+def test_tpus_are_preferred_to_gpus_and_gpus_to_the_cpu(monkeypatch):
     simulate_gpus(monkeypatch, (8, 0))
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=NOT_FOUND)
     d = pick_tensorflow()

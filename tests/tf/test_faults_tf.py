@@ -13,7 +13,7 @@ from cases import HOSTILE, SECRET, TF_KINDS, make_tf_kinds  # noqa: E402
 
 
 @pytest.mark.parametrize('name', TF_KINDS)
-def test_hostile_files_and_damaged_ones(tmp_path, name, request):
+def test_hostile_and_damaged_files(tmp_path, name, request):
     start()
     secret = tmp_path/'secret'
     secret.write_text(SECRET)

@@ -51,7 +51,7 @@ def float32_afterwards():
     configure_mixed_precision('float32')
 
 
-def test_inference_and_conversion_to_pytorch(finished, tmp_path):
+def test_inference_and_weights_for_pytorch(finished, tmp_path):
     out, options = finished
     work = out.parent/'data'
     assert (out/'train'/'best.weights.h5').exists() and list((out/'train'/'tensorboard').glob('events.*'))
