@@ -186,7 +186,7 @@ class _Searches:
         self.table[i] = self.pools[i].winner_errors(self.grid)
 
     def choose(self, parts: Sequence[np.ndarray], bar) -> list[Point]:
-        "The best point for each part of the trials, after searches until all best points have been searched."
+        "Search until the best points have all been searched; returns the best for each part of the trials."
         s, lm, b, w = self.table.shape[1:]
         for point in dict.fromkeys([self.start, *((k*s//4, k*lm//4, b//2, self.start[3]) for k in (1, 3))]):
             if point not in self.edits: self.add(point)

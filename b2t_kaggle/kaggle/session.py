@@ -240,7 +240,7 @@ def prepare_training(
     framework: str | None = None,    # `pytorch` or `tensorflow`; None: the attached run's, else PyTorch
     hours: float | None = None,      # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
-    """The run that a notebook trains: the attached run, or a new one, on simulated data without recordings.
+    """The run that a notebook trains: the attached run, or a new one. Without recordings it simulates them.
 
     Prints the inputs. Raises `NotebookError` with everything that is missing, or `ConfigError`."""
     run_dir = Path(work_dir)/'run'

@@ -45,7 +45,7 @@ def from_arpa(
     words: list[str] | None = None, # Vocabulary that includes the model's words; None: the model's
     path: str | Path | None = None, # Model file, named in errors
 ) -> BackoffModel:                  # The same model in arrays
-    "Convert a model to arrays; raises `ArpaError` for a repeated n-gram or no `<s>` or `</s>`."
+    "Convert a model to arrays; raises `ArpaError` for a repeated n-gram or missing `<s>` or `</s>`."
     prefix = f'{path}: ' if path else ''
     for mark in ('<s>', '</s>'):
         if mark not in model.words:
