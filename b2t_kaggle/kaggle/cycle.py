@@ -432,8 +432,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
 
     def fetch():
         if output.exists():
-            raise KaggleError(f'{problem()}. Use --retry to run {kernel} again, or remove the folder '
-                              f'{output} to fetch the output again')
+            raise KaggleError(f'{problem()}. Use --retry to run {kernel} again, or remove {output} to fetch it again')
         self._watch(kernel) # Someone may have run it again
         self.client.fetch_output(kernel, output)
 
@@ -494,8 +493,7 @@ def _send(self: Cycle, runs: list[Path], outputs: list[Path]) -> Step:
             self.client.submit(COMPETITION, path, description())
         _wait_for(lambda: state() not in (None, 'PENDING'), f'submission {description()!r}')
         if state() == 'ERROR':
-            raise KaggleError(f'{path}: Kaggle refuses it ({now()[0]}). Run the command again with a corrected CSV, '
-                              'or with --retry to send this one again')
+            raise KaggleError(f'{path}: Kaggle refuses it ({now()[0]}). Correct it, or send it again with --retry')
 
     return Step(f'send {path} to {COMPETITION}', lambda: state() not in (None, 'PENDING', 'ERROR'), do,
                 [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}'], now)
