@@ -67,7 +67,7 @@ def work(
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
 def _write_reason(path: Path, e: Exception) -> bool:
-    "Write why this process failed, unless another one failed before; returns whether that says all."
+    "Write why this process failed, unless another one failed before; returns whether to omit the traceback."
     is_lost = isinstance(e, DistError) or 'gloo' in str(e)
     if is_lost: time.sleep(2) # The failed process may still be writing its reason
     if path.exists(): return True # Caused by the first error
