@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.cli.devices import devices
 from b2t_kaggle.pytorch import selftest
 from b2t_kaggle.pytorch.optimizer.adamw import RunOptimizer
@@ -73,5 +74,5 @@ def test_a_failing_check_does_not_stop_the_others(monkeypatch, tmp_path):
     pytest.param(['--test', 'cuda'], 'accelerator cuda: PyTorch finds no CUDA device',
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU'))])
 def test_errors_of_the_command(arguments, words):
-    r = CliRunner().invoke(devices, arguments)
+    r = CliRunner().invoke(main, ['devices', *arguments])
     assert r.exit_code and words in r.output
