@@ -242,8 +242,7 @@ def test_float16_is_not_for_tpus(tmp_path):
     for name, accelerator in (('kaggle v5e-8', 'tpu'), ('kaggle v5e-8', 'auto'), ('PJRT on the processor', 'xla')):
         d = simulate(name, tmp_path/name/accelerator)
         with pytest.raises(DeviceError) as e: plan_torch(d, accelerator, 'float16')
-        assert str(e.value) == ('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or '
-                                'auto')
+        assert str(e.value) == 'TPUs do not support precision float16; set train.precision=bfloat16 or auto'
 
 
 def test_precision_on_a_tpu(tmp_path):
@@ -349,7 +348,7 @@ def test_tensorflow(name, tmp_path):
         assert plan_tensorflow(d, accelerator, 'float32').precision == 'float32'
         with pytest.raises(DeviceError, match='precision'): plan_tensorflow(d, accelerator, 'float8')
         if got.kind == 'tpu':
-            with pytest.raises(DeviceError, match='^precision float16 is for GPUs'):
+            with pytest.raises(DeviceError, match='^TPUs do not support precision float16'):
                 plan_tensorflow(d, accelerator, 'float16')
         else: assert plan_tensorflow(d, accelerator, 'float16').precision == 'float16'
 

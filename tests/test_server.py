@@ -706,7 +706,7 @@ def test_passwords(decoder, tmp_path):
     try:
         for wrong in (dict(), dict(password='wrong'), dict(username='lm', password='master')):
             with (
-                pytest.raises(PermissionError, match='refuses us: .*; check user, password'),
+                pytest.raises(PermissionError, match='refused us: .*; check user, password'),
                 serving(decoder, db, **options, **wrong),
             ):
                 pass
@@ -715,7 +715,7 @@ def test_passwords(decoder, tmp_path):
             same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
         db.client(password='master').acl_setuser('lm', enabled=True, commands=['-client|list'])
         with (
-            pytest.raises(PermissionError, match='refuses us: .*client|list'),
+            pytest.raises(PermissionError, match='refused us: .*client|list'),
             serving(decoder, db, **options, username='lm', password='secret'),
         ):
             pass

@@ -132,9 +132,9 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
 @_on
 @preset_option(default='transformer', show_default=True, help='Training recipe; see guides/a_week_on_kaggle.')
 @click.option('--seeds', type=click.IntRange(1, 99), default=1, show_default=True,
-              help='Number of trainings, with consecutive seeds; a vote combines them.')
+              help='Number of models to train, with consecutive seeds; they vote.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
-              help='Maximum hours of a training, over all parts. Default: as many as it needs.')
+              help='Maximum hours to train a model, over all parts. Default: as many as needed.')
 @set_option()
 @click.option('--lm', default='imagineville', show_default=True, metavar='NAME|FILE|OWNER/SLUG|none',
               help='N-gram: a public model of `b2t lm get` (imagineville: imagineville-small), which is mixed with the '
@@ -144,7 +144,7 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
                    'sentences; repeat the option for an adapter.')
 @click.option('--id', 'name', metavar='OWNER/SLUG',
               help="Prefix of the notebooks' ids. Default: the client's user, the preset and the accelerator.")
-@click.option('--python', metavar='VERSION', help="Kaggle's Python. Default: 3.12, or that in a failed notebook's log.")
+@click.option('--python', metavar='VERSION', help="Kaggle's Python. Default: 3.12, or the one in a failed log.")
 @click.option('--submit', is_flag=True, help='Submit the CSV to the competition.')
 @click.option('--unfinished', is_flag=True, help='Decode and submit even if the training is unfinished.')
 @click.option('--retry', is_flag=True, help='Push a failed notebook again, with the current kit.')
@@ -192,7 +192,7 @@ def status(folders):
     folders = folders or sorted(path.parent for path in Path().glob('kaggle-*/cycle.json'))
     plans = {folder: read_plan(folder) for folder in folders}
     if missing := [folder for folder, plan in plans.items() if plan is None]:
-        raise click.UsageError(f'{missing[0]}: not of `b2t kaggle go`, it has no cycle.json')
+        raise click.UsageError(f'{missing[0]}: not a folder of `b2t kaggle go`: it has no cycle.json')
     if not plans: raise click.UsageError('found no folder kaggle-… here; name one, or begin with `b2t kaggle go`')
     client = connect()
     for folder, plan in plans.items():

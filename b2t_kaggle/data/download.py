@@ -223,7 +223,7 @@ def unpack_zip(
     would write outside the folder, `OSError` on a full disk."""
     path = Path(path)
     folder = Path(folder)
-    if folder.exists(): raise FileExistsError(f'{folder}: exists already; {path.name} is unpacked into a new folder')
+    if folder.exists(): raise FileExistsError(f'{folder}: already exists; {path.name} is unpacked into a new folder')
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

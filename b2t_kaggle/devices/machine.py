@@ -310,7 +310,7 @@ def choose_precision(precision: str, native: bool, reason: str = '', otherwise: 
 def refuse_float16(precision: str) -> None:
     "Raises `DeviceError` for float16 on a TPU, and on the processor through XLA."
     if precision == 'float16':
-        raise DeviceError('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or auto')
+        raise DeviceError('TPUs do not support precision float16; set train.precision=bfloat16 or auto')
 
 def unused_tpu(d: Detected, accelerator: str, problem: str) -> str:
     "Clause about a TPU that `auto` ignores; empty without a TPU, or if a device was named."

@@ -56,7 +56,7 @@ def greet(
     redis, # Connection from `connect`
 ) -> str | None:
     """Current time of Redis as an entry's id, `None` if Redis is unreachable. Raises
-    `PermissionError` if it refuses us, and `RuntimeError` if another server uses the database,
+    `PermissionError` if it refuses access, and `RuntimeError` if another server uses the database,
     because clients would get two answers."""
     ours, errors = redis.connection_pool.connection_kwargs, _redis()
     address = f"{ours['host']}:{ours['port']}"
@@ -64,7 +64,7 @@ def greet(
     except (errors.ConnectionError, errors.TimeoutError, errors.ResponseError) as e:
         is_tls = isinstance(e.__cause__ or e.__context__, ssl.SSLError)
         if is_tls or isinstance(e, errors.AuthenticationError | errors.ResponseError):
-            raise PermissionError(f'Redis at {address} refuses us: {e}; check user, password, certificates') from None
+            raise PermissionError(f'Redis at {address} refused us: {e}; check user, password, certificates') from None
         _log.warning('No connection to Redis at %s (%s); waiting for it', address, e)
         return None
     servers = [c['addr'] for c in clients if c['name'].startswith(_NAME) and c['name'] != ours['client_name']

@@ -97,7 +97,7 @@ def infer_sentences(
     the model was trained on val, or `TrainingError` if model and trials do not fit."""
     backend = start(pick_torch(cfg.train.accelerator, cfg.train.precision), together=False)
     if backend.static_shapes:
-        raise CheckpointError(f'{checkpoint}: an audio LLM writes on a CPU or a GPU, found {backend.device}; set '
+        raise CheckpointError(f'{checkpoint}: an audio LLM needs a CPU or a GPU, found {backend.device}; set '
                               'train.accelerator to cpu or cuda')
     local = cfg.audio if cfg.audio.llm else None
     model, trained = load_audio_model(checkpoint, local, str(backend.torch_device),
