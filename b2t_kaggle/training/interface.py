@@ -72,6 +72,7 @@ class Trainer:
     step = 0                  # Number of finished steps
     n_skipped = 0             # Steps skipped by the scaler
     seconds = 0.              # Training time so far, over all parts of the run
+    current = ''              # `validating` during a validation, for errors about full memory
 
     def __init__(self,
         store: TrialStore,            # Training trials
@@ -128,7 +129,11 @@ class Trainer:
 @patch
 def validate(self: Trainer) -> dict | None:
     "Loss and PER on the validation trials, if there are any and the model has not been trained on them."
-    return None if self.store_val is None or self.is_refitting else self.metrics()
+    if self.store_val is None or self.is_refitting: return None
+    self.current = 'validating'
+    metrics = self.metrics()
+    self.current = ''
+    return metrics
 
 @patch
 def is_best(self: Trainer, validation: dict | None, is_last: bool) -> bool:

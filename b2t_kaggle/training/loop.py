@@ -8,7 +8,6 @@ __all__ = ['Loop', 'is_oom', 'raise_if_oom', 'fit']
 # %% ../../nbs/training/10_loop.ipynb #c002
 import platform
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,7 +179,7 @@ def raise_if_oom(
     if trainer is None:
         part = 'the model and its optimiser do'
         advice = f'Lower {" or ".join(f"model.{name}" for name in cfg.model.size_fields) or "the size of the model"}'
-    elif any(frame.name == 'validate' for frame in traceback.extract_tb(error.__traceback__)):
+    elif trainer.current == 'validating':
         part = f'batch {trainer.step}: the validation does'
         advice = f'Lower data.eval_batch_size, now {cfg.data.eval_batch_size}'
     else: part = f'batch {trainer.step} does'
