@@ -47,9 +47,9 @@ from b2t_kaggle.rescoring.hypotheses import (
     Hypotheses,
     best_entries,
     check_one_split,
+    join_sources,
     read_blocks,
     read_hypotheses,
-    read_sources_together,
     vote,
     voter_name,
     with_corpora,
@@ -133,9 +133,10 @@ def _read_sources(sources: Collection[str], split: str, out: Path) -> Hypotheses
             path = lists[split]
         files.append((source, path))
     check_one_split(dict(files))
-    if empty := [source for source, path in files if not read_hypotheses(path).trials]:
+    by_source = [(source, read_hypotheses(path)) for source, path in files]
+    if empty := [source for source, read in by_source if not read.trials]:
         raise click.BadParameter(f'{empty[0]} has no sentences; leave it out')
-    return read_sources_together(files, runs)
+    return join_sources(by_source, runs)
 
 def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path) -> Hypotheses:
     "Hypotheses to learn from: files, and for `val` the val lists of the sources that are runs."

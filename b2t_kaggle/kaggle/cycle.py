@@ -48,7 +48,7 @@ from .wheels import Image, build_wheels
 from ..lm.public_models import MODELS, get_model
 from ..pipeline.run import hypothesis_files
 from ..pipeline.submission import SubmissionError, validate_submission, write_submission
-from ..rescoring.hypotheses import read_sources_together, vote
+from ..rescoring.hypotheses import join_sources, read_hypotheses, vote
 from ..training.checkpoint_paths import BEST
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c006
@@ -460,8 +460,8 @@ def _vote(self: Cycle, outputs: list[Path]) -> Step:
     self.csv = self.folder/f'vote-of-{len(runs)}-{hashlib.sha256(hashes.encode()).hexdigest()[:8]}.csv'
 
     def do():
-        lists = [(run, hypothesis_files(run, self.folder)['test']) for run in runs]
-        write_submission(self.csv, vote(read_sources_together(lists, runs)))
+        lists = [(run, read_hypotheses(hypothesis_files(run, self.folder)['test'])) for run in runs]
+        write_submission(self.csv, vote(join_sources(lists, runs)))
 
     return Step(f'let {len(runs)} submissions vote', self.csv.exists, do,
                 [f'b2t combine-files {shlex.join(runs)} -o {shlex.quote(str(self.csv))}'])

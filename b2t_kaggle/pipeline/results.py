@@ -29,9 +29,9 @@ from b2t_kaggle.rescoring.hypotheses import (
     Hypotheses,
     Trial,
     best_entries,
+    join_sources,
     read_blocks,
     read_hypotheses,
-    read_sources_together,
     voter_name,
     write_hypotheses,
 )
@@ -125,16 +125,16 @@ def read_systems(run: Run, split: str) -> Hypotheses:
     alone = read_hypotheses(path)
     sources = {s: hypothesis_files(s, run.dir.parent) for s in run.cfg.combine.sources}
     others = {s: files[split] for s, files in sources.items() if split in files}
+    by_source = {s: read_hypotheses(f) for s, f in others.items()}
     for source in sources.keys() - others: print(f'{split}: {source} has no file of this split, so it is not used')
     runs = [s for s in others if not Path(s).is_file()]
-    for source, f in others.items():
-        theirs = read_hypotheses(f)
+    for source, theirs in by_source.items():
         twice = set(alone.voters) & set(theirs.voters)
         if twice and (source not in runs or theirs.entries == alone.entries):
-            raise PipelineError(f'combine.sources: {f} has sentences of {voter_name(min(twice))}, the name of this run '
-                                "itself: leave out this run's sentences, name another run's folder instead of its "
-                                'file, or name another system in the file')
-    together = read_sources_together([(str(run.dir), path), *others.items()], [str(run.dir), *runs])
+            raise PipelineError(f'combine.sources: {others[source]} has sentences of {voter_name(min(twice))}, the '
+                                "name of this run itself: leave out this run's sentences, name another run's folder "
+                                'instead of its file, or name another system in the file')
+    together = join_sources([(str(run.dir), alone), *by_source.items()], [str(run.dir), *runs])
     n = len(run.trials(split).index)
     if foreign := [t for t in together.trials if t not in set(map(str, range(n)))]:
         raise PipelineError(f'combine.sources: {len(foreign)} of their trials of {split} are not among the {n} of this '

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RANDOM', 'Trial', 'Entry', 'voter_name', 'Hypotheses', 'write_hypotheses', 'read_hypotheses', 'check_one_split',
-           'read_sources_together', 'best_entries', 'Ballots', 'ballots', 'vote', 'read_blocks', 'with_corpora']
+           'join_sources', 'best_entries', 'Ballots', 'ballots', 'vote', 'read_blocks', 'with_corpora']
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c002
 import json
@@ -87,7 +87,7 @@ class Hypotheses:
     "Trials and the sentences proposed for them, in the order they were read."
     trials: dict[str, Trial] = field(default_factory=dict)
     entries: dict[str, list[Entry]] = field(default_factory=dict)
-    sources: dict[tuple, set[str]] = field(default_factory=dict) # Sources by voter, from `read_sources_together`
+    sources: dict[tuple, set[str]] = field(default_factory=dict) # Sources by voter, from `join_sources`
 
     def add(self,
         trial: Trial, # Facts to merge with those from earlier calls
@@ -221,21 +221,20 @@ def check_one_split(
     "Raise `ValueError` if some files are of val and others of test, by their names."
     splits = {}
     for source, path in paths.items():
-        named = splits_in_name(path) - {'train'}
-        kind = 'val' if path.is_dir() else named.pop() if len(named) == 1 else 'test' if path.suffix == '.csv' else None
+        names = splits_in_name(path) - {'train'}
+        kind = 'val' if path.is_dir() else names.pop() if len(names) == 1 else 'test' if path.suffix == '.csv' else None
         if kind: splits[kind] = source
     if len(splits) > 1:
         raise ValueError(f'{splits["test"]} has sentences of test and {splits["val"]} of val, which are different '
                          'trials with the same numbers; give files of one split (a file of val has the word val in its '
                          'name)')
 
-def read_sources_together(
-    files: Sequence[tuple[str, Path]], # Names of sources, and their files
-    runs: Collection[str],             # Names of the sources that are runs
+def join_sources(
+    by_source: Sequence[tuple[str, Hypotheses]], # Names of sources, and their hypotheses
+    runs: Collection[str],                       # Names of the sources that are runs
 ) -> Hypotheses:
-    """Read the hypotheses of files and runs. Runs with the same name and encoder (on Kaggle all are called `run`) count
-    as models of one system, each named after its source. Raises the errors of `read_hypotheses`."""
-    by_source = [(source, read_hypotheses(path)) for source, path in files]
+    """Join the hypotheses of files and runs. Runs with the same name and encoder (on Kaggle all are called `run`) count
+    as models of one system, each named after its source. Raises `ValueError` if sources disagree about a trial."""
     owners = Counter(voter for source, read in by_source if source in runs for voter in read.voters)
     together = Hypotheses()
     for source, read in by_source:
