@@ -15,9 +15,8 @@ from typing import Any
 import click
 import pandas as pd
 
-from .options import echo, folded, refuse_options, source_path, stage_command
+from .options import echo, folded, listed, refuse_options, source_path, stage_command
 from ..config import describe_run, differing_values, flat_values, load_config, unused_keys
-from ..config.keys import as_set
 from ..core.reading import read_yaml_file
 from ..decoding.compilation import compiled_ahead
 from ..metrics import IN_SAMPLE, percent
@@ -70,12 +69,8 @@ def run_from_options(
     dropped = {k: v for k, v in Run(folder, save=False).settings().items() if values.get(k) != v}
     if not dropped: return run
     option = '--preset' if preset_ else '--config'
-    raise click.UsageError(f'{option} would drop settings of {folder.name}: {_short(dropped)}; add --reset to drop '
+    raise click.UsageError(f'{option} would drop settings of {folder.name}: {listed(dropped, 6)}; add --reset to drop '
                            f'them, or leave out {option} to keep them')
-
-def _short(values: dict) -> str:
-    shown = [f'{k}={as_set(v)}' for k, v in values.items()]
-    return ', '.join(shown[:6] + [f'and {len(shown) - 6} more']*(len(shown) > 6))
 
 # %% ../../nbs/cli/03_run.ipynb #c010
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
@@ -104,7 +99,7 @@ def _tell_settings(run: Run) -> None:
     given = differing_values(run.cfg, run.saved) if run.saved else {}
     saved = {k: v for k, v in run.settings().items() if k not in given}
     if saved and run.saved:
-        echo(f'Settings of {run.dir.name} that differ from the preset {run.base_preset}: {_short(saved)}. '
+        echo(f'Settings of {run.dir.name} that differ from the preset {run.base_preset}: {listed(saved, 6)}. '
              f'--preset {run.base_preset} --reset drops them.', err=True)
     train = run.cfg.train
     n = train.num_training_batches
