@@ -101,10 +101,12 @@ intervals of the paired bootstrap over trials. A star: the interval of a differe
 of twenty groups, one has a star by chance. Clear there from: the difference that would be significant on the L words
 of the leaderboard, 1.96 · s · √(n · L) words, with the standard error s on the n words here.'''
 
+_EXAMPLES = 3 # Trials shown of each kind
+
 def _examples(first: str, name: str, changed: pd.DataFrame) -> str:
     fixed, broke = changed[changed['more errors'] < 0], changed[changed['more errors'] > 0]
     lines = [f'{name} has fewer errors than {first} in {counted(len(fixed), "trial")} and more in {len(broke):,}.']
-    for trial, row in pd.concat([fixed[:3], broke[::-1][:3]]).iterrows():
+    for trial, row in pd.concat([fixed[:_EXAMPLES], broke[::-1][:_EXAMPLES]]).iterrows():
         lines.append(f'  trial {trial}, {row["more errors"]:+} errors: {row.reference}')
         lines += [f'    {system}: {row[system]}' for system in (first, name)]
     return '\n'.join(map(printable, lines))

@@ -106,6 +106,8 @@ def quality(costs: np.ndarray, confidence: np.ndarray, right: np.ndarray) -> Qua
     area = area_under_roc(confidence, right) if right.any() and not right.all() else None
     return Quality(float(costs.mean()), error, area, tuple(zip(number.tolist(), mean.confidence, mean.right)))
 
+_FOLDS = 5
+
 def cross_calibrate(
     lists: Sequence[Sequence[Hypothesis]], # n-best list of each trial, best first
     references: Sequence[str],             # Sentence of each trial
@@ -114,8 +116,8 @@ def cross_calibrate(
     scaling (Guo et al., 2017), cross-validated. Raises `ValueError` if there are no words."""
     evidence = word_evidence(lists, references)
     costs = evidence.costs()
-    fold = evidence.list_of % 5
-    places = np.array([costs[:, fold != k].sum(1).argmin() for k in range(5)])
+    fold = evidence.list_of % _FOLDS
+    places = np.array([costs[:, fold != k].sum(1).argmin() for k in range(_FOLDS)])
     one = int(abs(TEMPERATURES - 1).argmin())
     before = quality(costs[one], evidence.confidences(1.), evidence.right)
     by_fold = np.array([evidence.confidences(t) for t in TEMPERATURES[places]])

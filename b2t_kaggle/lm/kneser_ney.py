@@ -171,12 +171,14 @@ def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:
         rows = t.suffix[rows]
     return ids
 
+_ROWS = 200_000 # n-grams written at a time, to limit memory
+
 def _grams(tables: list[CountTable], keep: list[np.ndarray], fallbacks: list[int]):
     "Yield the selected n-grams of all orders; add orders with fallback discounts to `fallbacks`."
     for n, (is_kept, estimate) in enumerate(zip(keep, kneser_ney(tables, keep)), 1):
         if estimate.fallback: fallbacks.append(n)
         rows = np.flatnonzero(is_kept)
-        for part in np.split(rows, range(200_000, len(rows), 200_000)):
+        for part in np.split(rows, range(_ROWS, len(rows), _ROWS)):
             yield Grams(_word_ids(tables, n, part), estimate.log_prob[part], estimate.backoff[part])
 
 def estimate_arpa(

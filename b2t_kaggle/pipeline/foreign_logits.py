@@ -49,11 +49,11 @@ def order_hint(
     labels: Sequence[np.ndarray],    # Class ids [S]; if empty, only the blank is used
 ) -> str:
     "Description of a wrong class order, with the order that fits best; '' if the order is right."
-    def rate(places, labels=labels):
-        if labels: return phoneme_error_rate(list(labels), [greedy(x[:, places]) for x in log_probs])
-        return np.mean(np.concatenate([x.argmax(1) for x in log_probs]) != places[BLANK])
+    def error_rate(places): return phoneme_error_rate(list(labels), [greedy(x[:, places]) for x in log_probs])
+    def not_blank(places): return np.mean(np.concatenate([x.argmax(1) for x in log_probs]) != places[BLANK])
+    rate = error_rate if labels else not_blank
     given = _class_places('blank-sil-last')
-    as_given, others = rate(given), rate(given, ()) # Share of frames in which another class is likelier than the blank
+    as_given, others = rate(given), not_blank(given) # Fraction of frames in which another class is likelier
     if others < 1 and as_given <= 0.8: return ''
     rates = {name: rate(_class_places(names)) for name, names in ORDERS.items()}
     problem = (f'the phoneme error rate is {percent(as_given)}' if labels and others < 1 else

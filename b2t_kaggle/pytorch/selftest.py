@@ -174,15 +174,17 @@ def finish(t: Trainer) -> None:
         from torch_xla.core.xla_model import wait_device_ops
         wait_device_ops()
 
+_WARM_UP = 3 # First steps that are not timed
+
 def seconds_a_step(t: Trainer, n: int) -> float:
     "Median time of a training step in seconds, including waiting for its batch."
     times = [time.perf_counter()]
-    for micro_batches, days in t.loader.batches(range(t.step, t.step + 3 + n)):
+    for micro_batches, days in t.loader.batches(range(t.step, t.step + _WARM_UP + n)):
         result = t.train_step(micro_batches, days)
         finish(t)
         times.append(time.perf_counter())
     if not np.isfinite(result.losses).all(): raise FloatingPointError('the loss of the last step is not a number')
-    return float(np.median(np.diff(times)[3:])) # The first steps warm up
+    return float(np.median(np.diff(times)[_WARM_UP:]))
 
 def step(bench: Bench) -> Iterator[Finding]:
     "Measure a training step of the official GRU."
