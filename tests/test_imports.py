@@ -1,4 +1,4 @@
-"""What importing the library needs and loads, and which module may import which.
+"""Test the packages that importing the library needs and loads, and the layers of modules.
 
 A module imports only the framework of its own package, and a clear sentence says which one is missing.
 """

@@ -1,4 +1,4 @@
-"""How the notebooks in nbs/kaggle find the kit and install missing packages, and which packages they do not change."""
+"""Test that the notebooks in nbs/kaggle find the kit, install missing packages, and leave Kaggle's packages alone."""
 import json
 import os
 import re
