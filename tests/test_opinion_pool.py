@@ -158,7 +158,7 @@ def test_the_weight_of_a_causal_lm_is_bounded():
     assert pool.coefficients['llm'] > 0
     voice = bounded_voice(np.array([-1e6, -5., -np.inf]))
     assert np.ptp(voice) == pytest.approx(np.log(10.5/0.5)) # Like ten votes against none
-    with pytest.raises(ValueError, match='found the features votes, agreement, words, letters, expected'):
+    with pytest.raises(ValueError, match='found the features votes, agreement, support, .* repeats, expected'):
         pool.predict(test)
 
 
@@ -166,7 +166,7 @@ def test_a_causal_lm_is_ignored_in_blocks_of_random_words():
     h = simulated(100, 0, NOISY)
     trials = {t: replace(trial, corpus='Random' if int(t) % 2 else 'Harvard') for t, trial in h.trials.items()}
     h = Hypotheses(trials, h.entries)
-    assert random_trials(h) == {t for t in trials if int(t) % 2}
+    assert random_trials(h, {}) == {t for t in trials if int(t) % 2}
     pool = fit_pool(h, llm=knowing(h))
     one, other = ([c.text for c in pool.predict(h, llm=knowing(h, sign))] for sign in (1, -1))
     assert one[1::2] == other[1::2] and one[::2] != other[::2]
@@ -222,6 +222,6 @@ def test_the_real_lists(tmp_path):
 def test_ninety_real_voters_are_better_than_forty():
     forty = read_hypotheses(REAL/'hypotheses_val.jsonl')
     ninety = read_hypotheses(REAL/'hypotheses_val.jsonl', REAL/'more_systems_val.jsonl')
-    assert random_trials(forty) == {n for n, t in forty.trials.items() if t.corpus == 'Random'}
+    assert random_trials(forty, {}) == {n for n, t in forty.trials.items() if t.corpus == 'Random'}
     rates = [wer(h, cross_validate_pool(h, folds=3)) for h in (forty, ninety)]
     assert rates[1] <= rates[0] + 1e-3 and rates[1] < word_error_rate(ninety.references(), vote(ninety)) - 2e-3

@@ -10,13 +10,14 @@ __all__ = ['Voter', 'Kind', 'kind_of', 'seeds_by_kind', 'Opinions', 'bounded_voi
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from fastcore.basics import patch
 
-from b2t_kaggle.decoding.nbest import Hypothesis, posteriors, word_distances
+from b2t_kaggle.decoding.nbest import Hypothesis, agreement, posteriors, word_distances
 from b2t_kaggle.lm.ngram import Frequencies, LanguageModel, context_gain
 from b2t_kaggle.metrics import word_errors
 from b2t_kaggle.phonemes import normalize_sentence
@@ -53,14 +54,16 @@ class Opinions:
         self.distances = [word_distances(b.texts) for b in self.ballots]
         self.sizes = np.array([len(b.texts) for b in self.ballots], int)
         self._ends = np.cumsum(self.sizes)
-        random = random_trials(hypotheses, lm)
+        gains = block_gains(hypotheses, lm) if lm is not None else {}
+        random = random_trials(hypotheses, gains)
         alone = Frequencies(lm) if lm is not None else None
         self.names: list[str] = []
         rows = []
         for trial, b, distance in zip(self.trials, self.ballots, self.distances):
             if not b.texts: continue
             voted, opinions = _vote_features(b, distance, voters, self.kinds)
-            features = voted | _text_features(b.texts, trial.trial in random, alone, lm, llm)
+            features = voted | _text_features(b.texts, alone, lm, gains.get(trial.trial, 0.))
+            if llm is not None: features['llm'] = _llm_feature(b.texts, llm, alone)*(trial.trial not in random)
             self.names = list(features)
             rows.append(np.c_[np.stack(list(features.values()), axis=1), opinions])
         self.x = np.concatenate([np.zeros((0, len(self.names) + len(self.kinds))), *rows])
@@ -117,52 +120,53 @@ def block_gains(
     hypotheses: Hypotheses,
     lm: LanguageModel,
 ) -> dict[str, float]: # Gain by trial, in nats per word
-    "Mean context gain of each trial's block, or of the trial alone if its block is unknown."
+    "Mean context gain of each trial's block; trials of a session without blocks count as one block."
     alone = Frequencies(lm)
     rows = []
     for name, entries in hypotheses.entries.items():
         trial = hypotheses.trials[name]
         gains = [context_gain(normalize_sentence(e.text), lm, alone) for e in entries]
-        rows.append((name, name if trial.block is None else f'{trial.session} {trial.block}',
-                     np.mean(gains) if gains else np.nan))
+        rows.append((name, f'{trial.session} {trial.block}', np.mean(gains) if gains else np.nan))
     table = pd.DataFrame(rows, columns=['trial', 'block', 'gain'])
     return dict(zip(table.trial, table.groupby('block').gain.transform('mean')))
 
 def random_trials(
     hypotheses: Hypotheses,
-    lm: LanguageModel | None = None, # n-gram for blocks of unknown corpus
-) -> set[str]:                       # Names of trials
+    gains: Mapping[str, float], # Gain by trial from `block_gains`, for blocks of unknown corpus
+) -> set[str]:                  # Names of trials
     "Trials in blocks of random words, by their corpus or by a context gain below 0 over a known block."
-    random = {name for name, t in hypotheses.trials.items() if t.corpus == RANDOM}
-    unknown = [name for name, t in hypotheses.trials.items() if t.corpus is None and t.block is not None]
-    if lm is None or not unknown: return random
-    return random | {name for name, gain in block_gains(hypotheses.subset(unknown), lm).items() if gain < 0}
+    known = {name: t for name, t in hypotheses.trials.items() if t.block is not None or t.corpus is not None}
+    return {name for name, t in known.items() if (gains.get(name, 0) < 0 if t.corpus is None else t.corpus == RANDOM)}
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c017
 def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], kinds: Sequence[Kind]) -> tuple:
-    "Votes and agreement `[N]`, and the opinion of each kind [N, G]."
+    "Votes, agreement and support `[N]`, and the opinion of each kind [N, G]."
     member = np.array([[kind_of(v) == kind for kind in kinds] for v in voters], float)
     votes = b.votes @ member
     heard = b.votes.sum(0) @ member
     opinions = np.log((votes + 0.5)/(heard + 0.5))
-    agreement = -(distance @ votes)/np.maximum(heard, 1e-9)
+    agreements = -(distance @ votes)/np.maximum(heard, 1e-9)
+    words = [t.split() for t in b.texts]
+    supports = [np.log((agreement(w, words) @ votes + 0.5)/(heard + 0.5)).sum() for w in words]
     root = len(kinds)**0.5
-    return dict(votes=opinions.sum(1)/root, agreement=agreement.sum(1)/root), opinions
+    shared = dict(votes=opinions.sum(1)/root, agreement=agreements.sum(1)/root, support=np.array(supports)/root)
+    return shared, opinions
 
-def _text_features(texts: Sequence[str], is_random: bool, alone: Frequencies | None, lm: LanguageModel | None,
-                   llm: Mapping[str, float] | None) -> dict[str, np.ndarray]:
+def _text_features(texts: Sequence[str], alone: Frequencies | None, lm: LanguageModel | None,
+                   gain: float) -> dict[str, np.ndarray]:
     "Features from the words of a trial's sentences `[N]`; `alone` gives unigram scores of `lm`."
-    features = dict(words=np.array([len(t.split()) for t in texts], float),
-                    letters=np.array([len(t.replace(' ', '')) for t in texts])/4.)
-    frequency = np.zeros(len(texts))
-    if lm is not None and alone is not None:
-        frequency = np.array([alone(t) for t in texts])
-        context = np.array([lm.score(t) for t in texts]) - frequency
-        features |= dict(context=context*(not is_random)/10., frequency=frequency/10.)
-    if llm is not None:
-        log_probs = np.array([llm.get(t, -np.inf) for t in texts])
-        features['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
-    return features
+    words = [t.split() for t in texts]
+    features = dict(words=np.array([len(ws) for ws in words], float),
+                    letters=np.array([len(''.join(ws)) for ws in words])/4.,
+                    repeats=np.array([sum(a == b for a, b in pairwise(ws)) for ws in words])*3.)
+    if lm is None or alone is None: return features
+    frequency = np.array([alone(t) for t in texts])
+    context = np.array([lm.score(t) for t in texts]) - frequency
+    return features | dict(context=context*gain/10., frequency=frequency/10.)
+
+def _llm_feature(texts: Sequence[str], llm: Mapping[str, float], alone: Frequencies | None) -> np.ndarray:
+    log_probs = np.array([llm.get(t, -np.inf) for t in texts])
+    return bounded_voice(log_probs - (np.array([alone(t) for t in texts]) if alone else 0.))
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c021
 def fit_conditional_logit(
