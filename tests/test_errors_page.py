@@ -14,8 +14,9 @@ from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stamps import run_stage
 
 SETTINGS = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 12, 'simulate.test': 2,
-            'simulate.max_words': 5, 'simulate.lm_sentences': 300, 'data.days_per_batch': 2, 'train.processes': 1,
-            'train.num_training_batches': 20, 'train.batches_per_val_step': 20, 'train.accelerator': 'cpu'}
+            'simulate.max_words': 5, 'simulate.lm_sentences': 300, 'data.batch_size': 8, 'data.days_per_batch': 2,
+            'train.num_training_batches': 20, 'train.batches_per_val_step': 20, 'train.processes': 1,
+            'train.accelerator': 'cpu'}
 OPEN = "find('trials').tBodies[0].rows[0].querySelector('button').click()"
 
 

@@ -135,8 +135,10 @@ def random_trials(
     gains: Mapping[str, float], # Gain by trial from `block_gains`, for blocks of unknown corpus
 ) -> set[str]:                  # Names of trials
     "Trials in blocks of random words, by their corpus or by a context gain below 0 over a known block."
-    known = {name: t for name, t in hypotheses.trials.items() if t.block is not None or t.corpus is not None}
-    return {name for name, t in known.items() if (gains.get(name, 0) < 0 if t.corpus is None else t.corpus == RANDOM)}
+    def is_random(trial):
+        if trial.corpus is not None: return trial.corpus == RANDOM
+        return trial.block is not None and gains.get(trial.trial, 0.) < 0
+    return {name for name, trial in hypotheses.trials.items() if is_random(trial)}
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c017
 def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], kinds: Sequence[Kind]) -> tuple:
@@ -232,12 +234,12 @@ class OpinionPool:
         Raises `ValueError` if no voter is known, or the language models differ from the fitted ones."""
         voters = hypotheses.voters
         if voters and not set(voters) & set(self.voters):
-            raise ValueError(f'no voter was learned: found {voters[0]} and others, expected {self.voters[0]} …; '
-                             'give systems, models and decoders the names that they had when it was learned')
+            raise ValueError(f'no voter is known: found {voters[0]} and others, expected {self.voters[0]} …; '
+                             'name systems, models and decoders as they were named when the pool was fitted')
         trials = Opinions(hypotheses, self.voters, lm, llm)
         if trials.names and self.coefficients and trials.names != list(self.coefficients):
             raise ValueError(f'found the features {", ".join(trials.names)}, expected {", ".join(self.coefficients)}; '
-                             'give the language models that were there when the pool was learned')
+                             'give the language models with which the pool was fitted')
         return self._choose(trials, range(len(trials.trials)))
 
     def _choose(self, trials: Opinions, numbers: Iterable[int]) -> list[Combined]:
