@@ -10,6 +10,7 @@ __all__ = ['Voter', 'Kind', 'kind_of', 'seeds_by_kind', 'Opinions', 'bounded_voi
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -62,8 +63,9 @@ class Opinions:
         for trial, b, distance in zip(self.trials, self.ballots, self.distances):
             if not b.texts: continue
             voted, opinions = _vote_features(b, distance, voters, self.kinds)
-            features = voted | _text_features(b.texts, alone, lm, gains.get(trial.trial, 0.))
-            if llm is not None: features['llm'] = _llm_feature(b.texts, llm, alone)*(trial.trial not in random)
+            frequency = np.array([alone(t) for t in b.texts]) if alone else np.zeros(len(b.texts))
+            features = voted | _text_features(b.texts, frequency, lm, gains.get(trial.trial, 0.))
+            if llm is not None: features['llm'] = _llm_feature(b.texts, frequency, llm)*(trial.trial not in random)
             self.names = list(features)
             rows.append(np.c_[np.stack(list(features.values()), axis=1), opinions])
         self.x = np.concatenate([np.zeros((0, len(self.names) + len(self.kinds))), *rows])
@@ -122,10 +124,11 @@ def block_gains(
 ) -> dict[str, float]: # Gain by trial, in nats per word
     "Mean context gain of each trial's block; trials of a session without blocks count as one block."
     alone = Frequencies(lm)
+    gain = cache(lambda text: context_gain(normalize_sentence(text), lm, alone)) # Many voters have equal sentences
     rows = []
     for name, entries in hypotheses.entries.items():
         trial = hypotheses.trials[name]
-        gains = [context_gain(normalize_sentence(e.text), lm, alone) for e in entries]
+        gains = [gain(e.text) for e in entries]
         rows.append((name, f'{trial.session} {trial.block}', np.mean(gains) if gains else np.nan))
     table = pd.DataFrame(rows, columns=['trial', 'block', 'gain'])
     return dict(zip(table.trial, table.groupby('block').gain.transform('mean')))
@@ -154,21 +157,19 @@ def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], ki
     shared = dict(votes=opinions.sum(1)/root, agreement=agreements.sum(1)/root, support=np.array(supports)/root)
     return shared, opinions
 
-def _text_features(texts: Sequence[str], alone: Frequencies | None, lm: LanguageModel | None,
+def _text_features(texts: Sequence[str], frequency: np.ndarray, lm: LanguageModel | None,
                    gain: float) -> dict[str, np.ndarray]:
-    "Features from the words of a trial's sentences `[N]`; `alone` gives unigram scores of `lm`."
+    "Features from the words of a trial's sentences `[N]`; `frequency` has their unigram scores by `lm`."
     words = [t.split() for t in texts]
     features = dict(words=np.array([len(ws) for ws in words], float),
                     letters=np.array([len(''.join(ws)) for ws in words])/4.,
                     repeats=np.array([sum(a == b for a, b in pairwise(ws)) for ws in words])*3.)
-    if lm is None or alone is None: return features
-    frequency = np.array([alone(t) for t in texts])
+    if lm is None: return features
     context = np.array([lm.score(t) for t in texts]) - frequency
     return features | dict(context=context*gain/10., frequency=frequency/10.)
 
-def _llm_feature(texts: Sequence[str], llm: Mapping[str, float], alone: Frequencies | None) -> np.ndarray:
-    log_probs = np.array([llm.get(t, -np.inf) for t in texts])
-    return bounded_voice(log_probs - (np.array([alone(t) for t in texts]) if alone else 0.))
+def _llm_feature(texts: Sequence[str], frequency: np.ndarray, llm: Mapping[str, float]) -> np.ndarray:
+    return bounded_voice(np.array([llm.get(t, -np.inf) for t in texts]) - frequency)
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c021
 def fit_conditional_logit(
