@@ -72,7 +72,7 @@ class Trainer:
     step = 0                  # Number of finished steps
     n_skipped = 0             # Steps skipped by the scaler
     seconds = 0.              # Training time so far, over all parts of the run
-    current = ''              # `validating` during a validation, for errors about full memory
+    is_validating = False     # For errors about full memory
 
     def __init__(self,
         store: TrialStore,            # Training trials
@@ -130,9 +130,9 @@ class Trainer:
 def validate(self: Trainer) -> dict | None:
     "Loss and PER on the validation trials, if there are any and the model has not been trained on them."
     if self.store_val is None or self.is_refitting: return None
-    self.current = 'validating'
+    self.is_validating = True
     metrics = self.metrics()
-    self.current = ''
+    self.is_validating = False
     return metrics
 
 @patch

@@ -179,7 +179,7 @@ def raise_if_oom(
     if trainer is None:
         part = 'the model and its optimiser do'
         advice = f'Lower {" or ".join(f"model.{name}" for name in cfg.model.size_fields) or "the size of the model"}'
-    elif trainer.current == 'validating':
+    elif trainer.is_validating:
         part = f'batch {trainer.step}: the validation does'
         advice = f'Lower data.eval_batch_size, now {cfg.data.eval_batch_size}'
     else: part = f'batch {trainer.step} does'
