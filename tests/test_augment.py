@@ -18,7 +18,7 @@ def generator(seed=0): return torch.Generator().manual_seed(seed)
 
 @pytest.mark.parametrize('std', [0.7, 1, 2, 3.3, 6])
 def test_kernel_is_the_impulse_response_of_a_gaussian_filter(std):
-    "Weights are exp(-t²/2σ²) for |t| <= 4σ, scaled to sum 1; weights up to 0.01 are dropped and the rest scaled again."
+    "Weights are exp(-t²/2σ²) for |t| <= 4σ, scaled to sum 1; those up to 0.01 are dropped, the rest scaled again."
     t = np.arange(-int(4 * std + .5), int(4 * std + .5) + 1)
     w = np.exp(-t**2 / (2 * std**2))
     w /= w.sum()

@@ -53,7 +53,7 @@ def both(log_probs, *args, **kw):
 def assert_same(log_probs, targets, frames, n_labels, blank, tol=1e-9, **kw):
     (loss, grad), (want, want_grad) = both(log_probs, targets, frames, n_labels, blank, **kw)
     torch.testing.assert_close(loss, want, rtol=tol, atol=tol)
-    # For a log-probability of −∞, PyTorch's gradient is nan and ours is the limit, unless the alignment is impossible
+    # For a log-probability of −∞, PyTorch's gradient is nan, ours the limit, unless the alignment is impossible
     possible = F.ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none').isfinite()
     limit = log_probs.isneginf() & possible[:, None]
     torch.testing.assert_close(grad, want_grad.masked_fill(limit, 0), rtol=tol, atol=tol, equal_nan=True)

@@ -212,7 +212,7 @@ def is_upward(module, target):
 
 
 def find_cycle(graph):
-    "A cycle of modules that import each other; empty if there is none."
+    "A cycle of modules that import each other, or an empty list."
     done = set()
     def visit(module, path):
         if module in path: return path[path.index(module):]

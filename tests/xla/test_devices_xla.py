@@ -79,10 +79,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize('n', [1, 2])
 def test_programs_are_cached_if_the_backend_can_read_them(plain, tmp_path, n):
-    """The CPU backend writes programs but cannot read them, so `XLA` does not cache its programs.
-
-    When it is told that the device is a TPU, it does.
-    """
+    "`XLA` caches the programs of a TPU, but not those of the CPU backend, which writes them but cannot read them."
     (first,), folder = plain(n)
     assert first.split() == ['36.0', 'None', 'True']
     assert not (folder/'cache').exists()
