@@ -554,8 +554,8 @@ def test_a_refit_and_an_average_with_weights(finished, tmp_path, here):
     found = LogitStore.open(adapting.logits('test')).provenance
     assert found['checkpoint'] == models['test'] and found['adapt'] == 'dietcorp'
     assert StageRun(adapting, 'infer').stamp['metrics']['learned_test'] == found['learned']
-    # The first trial is inferred before the model has learned from any
-    np.testing.assert_array_equal(LogitStore.open(adapting.logits('val'))[0], plain)
+    # The first trial is inferred before the model has learned from any. It is alone in its batch: rounding may differ
+    np.testing.assert_allclose(LogitStore.open(adapting.logits('val'))[0], plain, rtol=0, atol=1e-5)
 
 
 def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
