@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 CONTEXT = multiprocessing.get_context('forkserver')
-# The campaign of tests/faults shares the process; an optimiser imports PyTorch's compiler
-TRAINER = ['b2t_kaggle.pytorch.trainer', 'torch._dynamo', 'campaign']
+# The campaign of tests/faults shares the process
+TRAINER = ['b2t_kaggle.pytorch.trainer', 'campaign']
 
 
 FAULTS = str(Path(__file__).parent/'faults')

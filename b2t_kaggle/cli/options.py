@@ -6,14 +6,14 @@
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'TEXT', 'out_option', 'preset_option', 'config_option', 'set_option',
            'text_option', 'output_option', 'dtype_option', 'Choice', 'numbers', 'share', 'key_values', 'with_options',
            'KeyOption', 'StageOption', 'StageCommand', 'StageGroup', 'stage_command', 'refuse_options', 'source_path',
-           'echo', 'listed', 'terminal_width', 'folded']
+           'echo', 'listed', 'terminal_width', 'in_columns', 'folded']
 
 # %% ../../nbs/cli/01_options.ipynb #c003
 import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial, reduce
 from pathlib import Path
 
@@ -249,6 +249,11 @@ def listed(values: dict, most: int) -> str:
 def terminal_width() -> int | None:
     "Number of columns of the terminal; `None` for a file or a pipe."
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+def in_columns(columns: Iterable[Sequence[str]]) -> list[str]:
+    "Lines of a table from its columns of text."
+    padded = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]
+    return ['  '.join(row) for row in zip(*padded)]
 
 def folded(
     text: str,

@@ -10,12 +10,11 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
-import pandas as pd
 
-from .options import echo, folded, listed, refuse_options, source_path, stage_command
+from .options import echo, folded, in_columns, listed, refuse_options, source_path, stage_command
 from ..config import describe_run, differing_values, flat_values, load_config, unused_keys
 from ..core.reading import read_yaml_file
 from ..decoding.compilation import compiled_ahead
@@ -27,7 +26,9 @@ from ..pipeline.stages import STAGES, list_stage, plan
 from ..pipeline.stages.infer import SPLIT_VARIABLE
 from ..pipeline.stages.stage import PAGE
 from ..pipeline.stamps import StageRun, branch, stages_in_common
-from ..pipeline.sweep import Sweep, ranges_of, split_ranges
+
+if TYPE_CHECKING:
+    from b2t_kaggle.pipeline.sweep import Sweep
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def run_folder(*, name: str | None, out: Path, output_dir: Path | None = None, default: str = '', **_) -> Path:
@@ -115,9 +116,10 @@ def _tell_stopped(rows: list[dict], options: dict) -> None:
              'continues there.')
 
 def _table(rows: list[dict]) -> str:
-    table = pd.DataFrame(rows)
-    lines = table.drop(columns='metrics').to_string(index=False, justify='left').splitlines()
-    return '\n'.join(f'{line}  {folded(text, len(line) + 2)}' for line, text in zip(lines, ['metrics', *table.metrics]))
+    stage, state, seconds, metrics = ([name, *(str(row[name]) for row in rows)]
+                                      for name in ('stage', 'state', 'seconds', 'metrics'))
+    lines = in_columns([stage, state, seconds])
+    return '\n'.join(f'{line}  {folded(text, len(line) + 2)}' for line, text in zip(lines, metrics))
 
 def _tell_gains(run: Run, names: list[str]) -> None:
     for name in names:
@@ -192,8 +194,7 @@ def stage_verb(name: str) -> click.Command:
     return stage_command(name, help=stage_help(name))(verb)
 
 # %% ../../nbs/cli/03_run.ipynb #c025
-def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None, startup: int) -> None:
-    sweep = Sweep(run, ranges, study, startup)
+def _sweep_runs(sweep: 'Sweep', trials: int) -> None:
     n_before = sum(t.state.is_finished() for t in sweep.study.trials)
     is_over = not sweep.run_trials(trials)
     table = sweep.write()
@@ -203,7 +204,7 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
     if n_before == len(table): echo(f'All {n_before} trials are already done; --trials {2*n_before} runs more.')
     running = table.run[table.state == 'running'].tolist()
     if running and not is_over: echo(f'Not done, running elsewhere or lost there: {", ".join(running)}')
-    echo(f'Table: {run.dir/"sweep.csv"}')
+    echo(f'Table: {sweep.run.dir/"sweep.csv"}')
     if not (table.state == 'complete').any(): raise click.ClickException('no trial was completed')
     echo(f'Best on val: {table.run[0]}, PER {percent(table.PER[0])} {IN_SAMPLE}; '
          f'b2t run --name {table.run[0]} continues it')
@@ -223,6 +224,7 @@ def sweep(force, overrides, trials, study, startup, **options):
     NAME-000, NAME-001 and so on; they are compared by their phoneme error rate on val. After an interruption the same
     command continues."""
     if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')
+    from b2t_kaggle.pipeline.sweep import Sweep, ranges_of, split_ranges  # Imports pandas
     texts, fixed = split_ranges(overrides)
     run = run_from_options(overrides=fixed, until='train', **options)
-    _sweep_runs(run, ranges_of(texts, run.cfg, fixed), trials, study, startup)
+    _sweep_runs(Sweep(run, ranges_of(texts, run.cfg, fixed), study, startup), trials)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from .options import FOLDER, echo, folded, listed, out_option, terminal_width
+from .options import FOLDER, echo, folded, in_columns, listed, out_option, terminal_width
 from ..config import config_fields, flat_values, near_keys, preset
 from ..config.keys import as_set, covers, group_descriptions
 from ..core.messages import printable
@@ -52,8 +52,7 @@ _COLUMNS = ('run', 'done', 'unfinished', 'PER', 'WER', 'settings', 'when', 'pres
 def _runs_table(rows: list[dict], width: int | None) -> str:
     names = [name for name in _COLUMNS if any(row.get(name) for row in rows)]
     columns = [[name.replace('_', ' '), *(printable(row.get(name, '')) for row in rows)] for name in names]
-    padded = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]
-    lines = ['  '.join(row).rstrip() for row in zip(*padded)]
+    lines = [line.rstrip() for line in in_columns(columns)]
     return '\n'.join(line if width is None or len(line) <= width else line[:width - 1] + '…' for line in lines)
 
 # %% ../../nbs/cli/11_runs.ipynb #c009

@@ -23,10 +23,9 @@ from ..devices.interrupts import Ended, handled
 from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import detect
 from ..devices.processes import own_python
-from .report import metric_text
 from .run import Run
 from .stages import STAGES, PipelineError, notebook_path, plan
-from .stamps import StageRun, run_stage
+from .stamps import StageRun, metric_text, run_stage
 from ..training.budget import time_limit
 
 if TYPE_CHECKING:

@@ -72,9 +72,9 @@ def check_ngram(key: str, path: Path | None) -> None:
 
 def check_boost(path: Path | None) -> None:
     "Raise `PipelineError` for a bad line in a file of boosts."
-    from b2t_kaggle.lm.boost import read_boosts
-    with named_by('decode.boost'):
-        if path and path.is_file(): read_boosts(path)
+    if not (path and path.is_file()): return
+    from b2t_kaggle.lm.boost import read_boosts  # Imports Numba
+    with named_by('decode.boost'): read_boosts(path)
 
 def check_device(cfg: Config) -> None:
     "Raise `DeviceError` if this machine lacks the accelerator that the configuration names."

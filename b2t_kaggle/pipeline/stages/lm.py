@@ -9,6 +9,7 @@ __all__ = ['LM']
 import sys
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
 from ...core.files import write_whole
 from ...core.messages import with_command_name
@@ -40,6 +41,11 @@ def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
     return lm, [w for w in possible if w in lm], mixture
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c006
+def _text_files(path: Path) -> list[Path]:
+    if not path.is_dir(): return [path]
+    from b2t_kaggle.data.t12 import text_files  # Imports pandas and HDF5
+    return text_files(path)
+
 class LM(Stage):
     does = 'n-gram language model and pronunciation lexicon'
     config = ('lm',)
@@ -50,9 +56,8 @@ class LM(Stage):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
         for key, (path,) in models.items():
             if path.is_dir(): check_ngram(key, path) # Refuses it
-        from b2t_kaggle.data.t12 import text_files
         with suppress(ValueError): # `check` reports a folder without sessions
-            return models | {'lm.texts': [f for p in cfg.lm.texts for f in (text_files(p) if p.is_dir() else [p])]}
+            return models | {'lm.texts': [f for path in cfg.lm.texts for f in _text_files(path)]}
         return models
 
     def check(self, cfg, kind):

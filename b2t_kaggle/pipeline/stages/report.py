@@ -20,9 +20,9 @@ class Report(Stage):
     def inputs(self, cfg, runs): return {'report.blocks': [cfg.report.blocks]} if cfg.report.blocks else {}
 
     def check(self, cfg, kind):
-        from b2t_kaggle.rescoring.hypotheses import read_blocks
-        with named_by('report.blocks'):
-            if cfg.report.blocks and cfg.report.blocks.is_file(): read_blocks(cfg.report.blocks)
+        if not (cfg.report.blocks and cfg.report.blocks.is_file()): return
+        from b2t_kaggle.rescoring.hypotheses import read_blocks  # Imports pandas
+        with named_by('report.blocks'): read_blocks(cfg.report.blocks)
 
     def run(self, run, progress):
         from b2t_kaggle.metrics import total

@@ -18,7 +18,6 @@ from ...training.checkpoint_paths import REFIT, checkpoint_files, last_batch, sa
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c005
 def _check_batches(cfg: Config) -> None:
-    from b2t_kaggle.data.batches import apportioned
     d = cfg.data
     n = cfg.simulate.n_sessions
     if d.sessions or d.folders: n = len(d.sessions or [f for x in d.folders for f in x.glob('*/data_train.hdf5')])
@@ -28,9 +27,10 @@ def _check_batches(cfg: Config) -> None:
     if d.batch_size < d.days_per_batch:
         raise PipelineError(f'data.batch_size is {d.batch_size}, fewer trials than data.days_per_batch = '
                             f'{d.days_per_batch}; raise the first or lower the second')
+    if not d.shares: return
+    from b2t_kaggle.data.batches import apportioned  # Imports Numba
     try:
-        for unit in ('batch_size', 'days_per_batch') if d.shares else ():
-            apportioned(getattr(d, unit), d.shares, f'data.{unit}')
+        for unit in ('batch_size', 'days_per_batch'): apportioned(getattr(d, unit), d.shares, f'data.{unit}')
     except ValueError as e: raise PipelineError(str(e)) from None
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c008

@@ -187,12 +187,16 @@ def all_losses(
     return losses
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c012
-def _identity(n: int) -> Tensor: return torch.zeros(n, n).fill_diagonal_(1) # `torch.eye` on `meta` takes a second
+def _identities(n: int, size: int) -> Tensor:
+    "`n` identity matrices. Other operations take half a second on `meta`, for which PyTorch imports SymPy."
+    matrices = torch.zeros(n, size, size)
+    matrices.diagonal(dim1=1, dim2=2).fill_(1)
+    return matrices
 
 @patch
 def add_day_layer(self: Encoder) -> None:
     "Add an affine map for each day, initially the identity: `day_weights` `[D, F, F]`, `day_biases` `[D, 1, F]`."
-    self.day_weights = nn.Parameter(_identity(self.cfg.neural_dim).repeat(self.n_days, 1, 1))
+    self.day_weights = nn.Parameter(_identities(self.n_days, self.cfg.neural_dim))
     self.day_biases = nn.Parameter(torch.zeros(self.n_days, 1, self.cfg.neural_dim))
 
 @patch
@@ -202,7 +206,7 @@ def add_participants(self: Encoder, sessions: Sequence[str]) -> None:
     names = list(self.cfg.participants)
     n_features = torch.tensor([self.cfg.features_of(s) for s in sessions])
     of_day = [names.index(participant_of(s)) for s in sessions]
-    self.participant_weights = nn.Parameter(_identity(F).repeat(len(names), 1, 1))
+    self.participant_weights = nn.Parameter(_identities(len(names), F))
     self.participant_biases = nn.Parameter(torch.zeros(len(names), 1, F))
     self.register_buffer('participant_of_day', torch.tensor(of_day, dtype=torch.long), persistent=False)
     self.register_buffer('has_feature', torch.arange(F) < n_features[:, None], persistent=False)

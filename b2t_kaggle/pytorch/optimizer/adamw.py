@@ -6,6 +6,7 @@
 __all__ = ['new_state', 'RunOptimizer', 'DayAdamW', 'StackedAdamW']
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c003
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,11 @@ class RunOptimizer:
             for k, v in tensors.items(): v.copy_(state[name][k])
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c009
+class _AdamW(torch.optim.AdamW):
+    "Without the decorators that import PyTorch's compiler, for a second, when an optimiser is made."
+    add_param_group, zero_grad = map(unwrap, (torch.optim.AdamW.add_param_group, torch.optim.AdamW.zero_grad))
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
 class DayAdamW(RunOptimizer):
     "PyTorch's AdamW (Loshchilov and Hutter, 2019) with the official groups and one parameter per day."
     def __init__(self, model: Encoder, cfg: TrainConfig):
@@ -68,7 +74,7 @@ class DayAdamW(RunOptimizer):
             by_group.setdefault(group_of(model, name, p, cfg), []).extend(zip(rows, states))
         groups = [dict(params=[p for p, _ in rows], weight_decay=decay, rate=rate)
                   for (rate, decay), rows in by_group.items()]
-        self.adam = torch.optim.AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
+        self.adam = _AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
         self.adam.state.update({p: s for rows in by_group.values() for p, s in rows})
 
     def _rows(self, model: Encoder, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
