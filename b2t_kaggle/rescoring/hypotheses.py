@@ -296,8 +296,9 @@ def vote(
     weights: Mapping[tuple[str, str, str], float] | None = None, # Weights of voters, if not 1
 ) -> list[str]: # Sentence for each trial, normalised as in the metric
     "Sentence with the fewest expected errors by all votes; empty for a trial without entries."
-    of_voters = np.array([(weights or {}).get(v, 1.) for v in hypotheses.voters])
-    votes = [ballots(entries, hypotheses.voters) for entries in hypotheses.entries.values()]
+    voters = hypotheses.voters # Found in all entries
+    of_voters = np.array([(weights or {}).get(v, 1.) for v in voters])
+    votes = [ballots(entries, voters) for entries in hypotheses.entries.values()]
     return [minimum_bayes_risk(dict(zip(b.texts, b.votes @ of_voters))) for b in votes]
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c030

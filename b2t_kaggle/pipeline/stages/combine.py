@@ -14,7 +14,8 @@ from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, PipelineError, Resul
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c005
 def _check_both_splits(systems: dict) -> None:
     if not {'val', 'test'} <= set(systems): return
-    if lost := [' '.join(v).strip() for v in systems['val'].voters if v not in systems['test'].voters]:
+    known = systems['test'].voters
+    if lost := [' '.join(v).strip() for v in systems['val'].voters if v not in known]:
         raise PipelineError(f'combine.sources: {lost[0]} has sentences of val but none of test, so the error rates on '
                             'val are not valid there; give files of both splits whose names differ only in _val and '
                             '_test, such as theirs_val.jsonl')
