@@ -182,16 +182,17 @@ def _share_gradients(self: Trainer, share: dict[str, tf.Tensor], numbers: dict) 
     if accumulation_steps == 1: return self._gradients(share, numbers)
     micro_batches = {k: tf.reshape(v, [accumulation_steps, -1, *v.shape[1:]]) for k, v in share.items()}
 
-    def part(i): return self._gradients({k: v[i] for k, v in micro_batches.items()}, numbers)
+    def gradients_of(i): return self._gradients({k: v[i] for k, v in micro_batches.items()}, numbers)
+    part = tf.function(gradients_of, autograph=False).get_concrete_function(tf.TensorSpec([], tf.int32))
 
     def add(i, losses, sums):
         new, grads = part(i)
         return i + 1, {k: v.write(i, new[k]) for k, v in losses.items()}, {k: v + grads[k] for k, v in sums.items()}
 
-    first, grads = part(0)
-    losses = {k: tf.TensorArray(tf.float32, accumulation_steps, element_shape=v.shape).write(0, v)
-              for k, v in first.items()}
-    _, losses, grads = tf.while_loop(lambda i, *_: i < accumulation_steps, add, (1, losses, grads))
+    losses, grads = part.structured_outputs # Their shapes; the model is traced once
+    losses = {k: tf.TensorArray(tf.float32, accumulation_steps, element_shape=v.shape) for k, v in losses.items()}
+    zeros = {k: tf.zeros(v.shape) for k, v in grads.items()}
+    _, losses, grads = tf.while_loop(lambda i, *_: i < accumulation_steps, add, (tf.constant(0), losses, zeros))
     return {k: v.concat() for k, v in losses.items()}, grads
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c023

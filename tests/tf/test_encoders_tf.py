@@ -1,7 +1,9 @@
 """Requirements of every TensorFlow encoder. All encoders in the registry are tested."""
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.models import build_model, encoder_class
 from b2t_kaggle.tensorflow.trainer import Trainer, train
 from b2t_kaggle.training.checkpoints import CheckpointError
+from b2t_kaggle.training.history import History, read_history
 
 NAMES = encoders_in('tensorflow')
 
@@ -40,11 +43,12 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(data, tmp_path_factory):
-    "The folder and the result of an uninterrupted training, by encoder."
+    "The folder and the result of an uninterrupted training, by encoder. Its history has each batch."
     runs = {}
     def get(name):
         if name not in runs:
-            runs[name] = train_until_right(train, data, tmp_path_factory.mktemp(name), config(name))
+            with patch('b2t_kaggle.training.loop.History', partial(History, every=1)):
+                runs[name] = train_until_right(train, data, tmp_path_factory.mktemp(name), config(name))
         return runs[name]
     return get
 
@@ -120,18 +124,19 @@ def test_official_form_or_refusal(name, trained, tmp_path):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_parts_of_a_batch_give_the_steps_of_the_whole(name, data, tmp_path):
+def test_parts_of_a_batch_give_the_steps_of_the_whole(name, data, trained, tmp_path):
     "One after another with accumulated gradients, and in parallel on two devices."
     start_copies()
     p = copies.call(write_first_steps, tmp_path/'two.json', 2, name, data)
-    whole = first_steps(name, data)
+    whole = read_history(trained(name)[0]/'history.csv').head(3)
     in_turn = first_steps(name, data, accumulate=2)
     p.join(300)
     assert p.exitcode == 0
     at_once = json.loads((tmp_path/'two.json').read_text())
-    assert (whole['n'], in_turn['n'], at_once['n']) == (1, 1, 2)
+    assert (list(whole.step), in_turn['n'], at_once['n']) == ([1, 2, 3], 1, 2)
     for parts in in_turn, at_once:
-        for k in ('losses', 'norms'): assert parts[k] == pytest.approx(whole[k], rel=2e-3), k
+        assert parts['losses'] == pytest.approx(whole.loss.tolist(), rel=2e-3)
+        assert parts['norms'] == pytest.approx(whole.grad_norm.tolist(), rel=2e-3)
 
 
 @pytest.mark.parametrize('name', ['conv', 'mamba', 'zipformer'])
