@@ -82,7 +82,7 @@ class NotebookTest(pytest.Item):
         # with its temporary files; variables that it sets are reset
         with (tempfile.TemporaryDirectory() as folder, patch('IPython.paths.get_ipython_cache_dir', lambda: folder),
               patch('tempfile.tempdir', folder), patch.dict(os.environ, TMPDIR=folder),
-              patch('nbdev.test.CaptureShell', unkept_shell)):
+              patch('nbdev.test.CaptureShell', unkept_shell), patch('nbdev.test.NBProcessor', processed)):
             passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
         # A benchmark uses all cores; later tests in this process must not take them from other workers
         n_threads = os.environ.get('OMP_NUM_THREADS')
@@ -90,6 +90,24 @@ class NotebookTest(pytest.Item):
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
 
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
+
+
+def processed(path, **options):
+    """The notebook at `path` for its test. If Numba compiles functions of its module, exported cells import from the
+    module, whose compiled code is cached, unless one of them has been changed since the last export."""
+    from nbdev.process import NBProcessor
+    processor = NBProcessor(path, **options)
+    cells = [c for c in processor.nb.cells if {'export', 'exporti'} & getattr(c, 'directives_', {}).keys()]
+    if not any(re.search('^@_(jit|inlined)$', c.source, re.M) for c in cells): return processor
+    name, = (c.directives_['default_exp'][0] for c in processor.nb.cells if 'default_exp' in c.directives_)
+    module = import_module(f'b2t_kaggle.{name}')
+    exported = Path(module.__file__).read_text(encoding='utf-8')
+    definitions = cells[1:] # After the imports
+    if all(c.source.strip() in exported for c in definitions):
+        for c in definitions:
+            names = [n for n in compile(c.source, name, 'exec').co_names if n in vars(module)]
+            c.source = f'from {module.__name__} import {", ".join(names)}'
+    return processor
 
 
 def unkept_shell(path):

@@ -161,18 +161,23 @@ def is_finite_number(value) -> bool:
 @cache
 def _yaml_loader() -> type:
     "PyYAML's safe loader, which also refuses aliases and duplicate keys."
-    import yaml  # Imported here, because decoders need no YAML
+    from yaml import AliasEvent, CSafeLoader, ScalarNode  # Imported here, because decoders need no YAML
+    from yaml.composer import Composer
 
-    class Loader(yaml.SafeLoader):
+    class Loader(Composer, CSafeLoader): # libyaml has no place for these checks, so it parses, and Python composes
+        def __init__(self, text):
+            CSafeLoader.__init__(self, text)
+            Composer.__init__(self)
+
         def compose_node(self, parent, index):
-            if self.check_event(yaml.AliasEvent): raise ValueError('an alias; repeat the values instead')
+            if self.check_event(AliasEvent): raise ValueError('an alias; repeat the values instead')
             return super().compose_node(parent, index)
 
         def compose_mapping_node(self, anchor):
             node = super().compose_mapping_node(anchor)
             lines: dict[tuple, int] = {} # First line of each key
             for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode): continue
+                if not isinstance(key, ScalarNode): continue
                 line = key.start_mark.line + 1
                 if (name := (key.tag, key.value)) in lines:
                     raise ValueError(f'line {line}: the key {key.value!r} is already in line {lines[name]}')
