@@ -46,4 +46,4 @@ def load_config(
 
 def save_config(cfg: Config, path: str | Path) -> None:
     "Write `cfg` as YAML, from which `load_config` reads an equal configuration."
-    write_whole(path, yaml.safe_dump(cfg.dump(), sort_keys=False, allow_unicode=True))
+    write_whole(path, yaml.dump(cfg.dump(), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True))
