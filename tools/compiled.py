@@ -47,7 +47,7 @@ def take_compiled():
     BEGAN_WITH.add(marker)
     package = ROOT/'b2t_kaggle'
     marker.parent.mkdir(exist_ok=True)
-    with (marker.parent/'numba.lock').open('w') as lock: # `./kit test` starts two sessions at once
+    with (marker.parent/'numba.lock').open('w') as lock: # `./kit test` starts three sessions at once
         fcntl.flock(lock, fcntl.LOCK_EX)
         if marker.exists(): return
         for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
