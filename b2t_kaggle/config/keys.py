@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from . import groups
 from .encoders.encoder import EncoderConfig, encoder_config, encoder_configs, parse_encoder
 from .encoders.gru import GRUConfig
-from .schema import ConfigError, Fact, Section, describe_errors, facts_of, section_facts
+from .schema import ConfigError, Fact, Section, describe_errors, section_facts
 from ..core.messages import did_you_mean
 from ..core.reading import parse_yaml
 
@@ -149,12 +149,13 @@ def config_fields() -> dict[str, Key]: # Keys by name, `group.field`
     keys = {}
     for group, section in Config.model_fields.items():
         if group == 'model': continue
-        for k, f in type(section.default).model_fields.items():
-            keys[f'{group}.{k}'] = Key(f.default, f.description or '', facts_of(f))
-    models = {name: config.model_fields for name, config in encoder_configs().items()}
-    for k in dict.fromkeys(k for fields in models.values() for k in fields):
-        owners = {name: fields[k] for name, fields in models.items() if k in fields}
-        facts = dict.fromkeys(fact for f in owners.values() for fact in facts_of(f))
+        for k, facts in section_facts(kind := type(section.default)).items():
+            f = kind.model_fields[k]
+            keys[f'{group}.{k}'] = Key(f.default, f.description or '', facts)
+    models = encoder_configs()
+    for k in dict.fromkeys(k for config in models.values() for k in config.model_fields):
+        owners = {name: config.model_fields[k] for name, config in models.items() if k in config.model_fields}
+        facts = dict.fromkeys(fact for name in owners for fact in section_facts(models[name])[k])
         keys[f'model.{k}'] = Key(next(iter(owners.values())).default, _describe_field(k, owners), tuple(facts))
     keys['model.name'] = Key('gru', f'Architecture: {", ".join(models)}.')
     place = {group: i for i, group in enumerate(Config.model_fields)}

@@ -100,15 +100,11 @@ def _default(key: str) -> str:
     field = config_fields().get(key)
     return str(field.default) if field else 'unknown'
 
-def _comparable(key: str, value: str | None) -> str | None:
-    "A value; for an input file its name, because its folder may differ between machines."
-    field = config_fields().get(key)
-    is_path = field and any(isinstance(fact, InputFile) for fact in field.facts)
-    return Path(value).name if is_path and value else value
-
 def check_same(old: dict[str, str], new: dict[str, str], path: Path) -> None:
-    "Raise `TrainingError` naming every difference."
-    changed = [k for k in sorted(old | new) if _comparable(k, old.get(k)) != _comparable(k, new.get(k))]
+    "Raise `TrainingError` naming every difference. Input files may be in another folder, as on another machine."
+    files = {k for k, field in config_fields().items() if any(isinstance(fact, InputFile) for fact in field.facts)}
+    def comparable(key, value): return Path(value).name if value and key in files else value
+    changed = [k for k in sorted(old | new) if comparable(k, old.get(k)) != comparable(k, new.get(k))]
     if not changed: return
     reasons = [f'{k} was {old.get(k) or _default(k)}, is now {new.get(k) or _default(k)}' for k in changed]
     raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start again '

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, cast
 
@@ -91,12 +92,15 @@ def _package(framework: str) -> str: return f'b2t_kaggle.{framework}.models'
 _PACKAGES = ('b2t_kaggle.config.encoders', *map(_package, FRAMEWORKS))
 _REGISTERED: dict[tuple[str, str], list[type]] = {} # Classes from outside the kit, by subpackage and name
 
-def _modules(package: str) -> Iterator[str]:
-    "Names of the encoders in a package, without importing them."
+@cache
+def _files(package: str) -> list[str]:
     spec = find_spec(package)
-    for module in pkgutil.iter_modules((spec.submodule_search_locations if spec else None) or []):
-        if module.name != 'encoder': yield module.name # The base class
-    yield from (name for place, name in _REGISTERED if place == package)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    return [m.name for m in pkgutil.iter_modules(folders) if m.name != 'encoder'] # The base class
+
+def _modules(package: str) -> list[str]:
+    "Names of the encoders in a package, without importing them."
+    return _files(package) + [name for place, name in _REGISTERED if place == package]
 
 def encoders_in(framework: str) -> list[str]:
     "Names of the encoders of one framework."
