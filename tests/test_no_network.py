@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from copies import status_of
 
 pytestmark = pytest.mark.skipif(bool({'BUILD_KENLM', 'RESOLVE'} & os.environ.keys()), reason='asked to use the network')
 ELSEWHERE = [('192.0.2.1', 80), ('2001:db8::1', 80), ('example.com', 80)]  # Reserved addresses for documentation
@@ -30,3 +31,10 @@ def test_child_processes_cannot_reach_other_machines():
     code = f'import subprocess, sys; sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)'
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and 'tests may reach this machine alone, not 192.0.2.1' in done.stderr
+
+
+def connect():
+    with pytest.raises(OSError, match='this machine alone'): socket.create_connection(ELSEWHERE[0], timeout=1)
+
+
+def test_copies_cannot_reach_other_machines(): assert status_of(connect) == 0
