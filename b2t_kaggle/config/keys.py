@@ -149,9 +149,9 @@ def config_fields() -> dict[str, Key]: # Keys by name, `group.field`
     keys = {}
     for group, section in Config.model_fields.items():
         if group == 'model': continue
-        for k, facts in section_facts(kind := type(section.default)).items():
-            f = kind.model_fields[k]
-            keys[f'{group}.{k}'] = Key(f.default, f.description or '', facts)
+        kind: type[Section] = type(section.default)
+        for k, f in kind.model_fields.items():
+            keys[f'{group}.{k}'] = Key(f.default, f.description or '', section_facts(kind)[k])
     models = encoder_configs()
     for k in dict.fromkeys(k for config in models.values() for k in config.model_fields):
         owners = {name: config.model_fields[k] for name, config in models.items() if k in config.model_fields}
