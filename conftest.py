@@ -42,12 +42,14 @@ os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_cpu_parallel
 # (a twentieth of the processor time). tests/no_network does the same in processes that tests start
 gc.set_threshold(50_000, 20, 50)
 
-# Tests and the processes they start cannot reach the network, unless a variable selects tests that need it
+# Tests and the processes they start cannot reach the network, unless a variable selects tests that need it. Some tests
+# pass sys.path on, where a distribution's own sitecustomize must come later; workers of pytest-xdist do not inherit it
 NO_NETWORK = str(ROOT/'tests'/'no_network')
-if not {'BUILD_KENLM', 'RESOLVE'} & os.environ.keys() and NO_NETWORK not in os.environ.get('PYTHONPATH', '').split(':'):
-    os.environ['PYTHONPATH'] = ':'.join(filter(None, (NO_NETWORK, os.environ.get('PYTHONPATH'))))
-    sys.path.append(NO_NETWORK)
-    runpy.run_path(f'{NO_NETWORK}/sitecustomize.py')
+if not {'BUILD_KENLM', 'RESOLVE'} & os.environ.keys():
+    if NO_NETWORK not in sys.path: sys.path.insert(0, NO_NETWORK)
+    if NO_NETWORK not in os.environ.get('PYTHONPATH', '').split(':'):
+        os.environ['PYTHONPATH'] = ':'.join(filter(None, (NO_NETWORK, os.environ.get('PYTHONPATH'))))
+        runpy.run_path(f'{NO_NETWORK}/sitecustomize.py')
 
 # Files that take more than ten seconds of processor time (November 2026, Xeon). Other files start later, as short ones
 # should: a worker with two tests left takes the next file, even if another worker could start it sooner

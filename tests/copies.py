@@ -30,8 +30,7 @@ def start(preload: Sequence[str] = TRAINER) -> None:
     PRELOADED.update(preload)
     with pytest.MonkeyPatch.context() as m:
         for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): m.setenv(name, '1')
-        # First what conftest.py puts there for all processes
-        m.setenv('PYTHONPATH', os.pathsep.join(filter(None, [os.environ.get('PYTHONPATH'), *sys.path, FAULTS])))
+        m.setenv('PYTHONPATH', os.pathsep.join(p for p in [*sys.path, FAULTS] if p))
         forkserver.set_forkserver_preload([*preload, 'preloaded'])
         forkserver.ensure_running()
 

@@ -33,6 +33,14 @@ def test_child_processes_cannot_reach_other_machines():
     assert done.returncode == 1 and 'tests may reach this machine alone, not 192.0.2.1' in done.stderr
 
 
+def test_processes_with_the_folders_of_this_one_cannot_reach_other_machines():
+    "As sessions of Kaggle's notebooks are started, and copies."
+    code = f'import socket; socket.create_connection({ELSEWHERE[0]}, timeout=1)'
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and 'tests may reach this machine alone, not 192.0.2.1' in done.stderr
+
+
 def connect():
     with pytest.raises(OSError, match='this machine alone'): socket.create_connection(ELSEWHERE[0], timeout=1)
 
