@@ -118,6 +118,14 @@ def test_the_old_adapter_is_restored(folders, tmp_path, monkeypatch, error):
     assert [p.name for p in tmp_path.iterdir()] == ['adapter']
 
 
+def test_the_log_has_few_lines(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('B2T_PIPED', '1')
+    model, tokenizer = load(folders['gpt2'])
+    finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=2, batch_size=1)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('LoRA')]
+    assert len(lines) <= 10 and '54/54' in lines[-1] and 'loss=' in lines[-1], lines
+
+
 @pytest.mark.parametrize('lr, damaged, step', [(1e-3, True, 1), (1e30, False, 2)])
 def test_nothing_is_saved_if_the_loss_is_not_a_number(folders, tmp_path, lr, damaged, step):
     model, tokenizer = load(folders['opt'])

@@ -88,7 +88,7 @@ def finetune(
                 group['lr'] = lr*lr_factor(step + 1, n_steps//10, n_steps + 1, 0., 'cosine')
             loss = _train_step(model, optimizer, [sequences[i] for i in batches[step]], n_given, can,
                                f'step {step + 1} of {n_steps}')
-            bar.set_postfix(loss=f'{loss:.2f}')
+            bar.set_postfix(loss=f'{loss:.2f}', refresh=False)
     save_adapter(model.eval(), folder)
     state.path.unlink(missing_ok=True)
     return model
