@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
+from b2t_kaggle.config.encoders.triple_gru import TripleGRUConfig
 from b2t_kaggle.config.schema import ConfigError
 from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official, to_official_args, to_official_state
@@ -21,21 +22,20 @@ from b2t_kaggle.training.checkpoints import CheckpointError
 SMALL = dict(
     neural_dim=6,
     n_units=8,
-    n_days=3,
     n_classes=5,
     n_layers=2,
     patch_size=4,
     patch_stride=2,
     noise_units=3,
-    noise_layers=1,
-    noisy_units=7,
+    rnn_dropout=0,
+    input_dropout=0,
 )
 
 
 def random_model(seed=0, **kw):
     "A float64 model without zero weights."
     torch.manual_seed(seed)
-    model = TripleGRUDecoder(**SMALL | kw)
+    model = TripleGRUDecoder(TripleGRUConfig(**SMALL | kw), n_days=3)
     for p in model.parameters(): nn.init.normal_(p, std=p.shape[-1]**-0.5)
     return model.double().eval()
 
@@ -173,9 +173,8 @@ def ctc_of(labels, frames):
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
 def test_training_lowers_the_loss(precision, noise_units):
     torch.manual_seed(0)
-    model = TripleGRUDecoder(
-        **SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1, noise_layers=2)
-    ).train()
+    cfg = TripleGRUConfig(**SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1))
+    model = TripleGRUDecoder(cfg, n_days=3).train()
     x, day, n_bins = batch([30, 22, 26])
     labels = torch.tensor([[1, 2, 3], [2, 1, 4], [4, 3, 1]])
     frames = n_frames(n_bins, 4, 2)
@@ -194,7 +193,8 @@ def test_training_lowers_the_loss(precision, noise_units):
 
 def test_autocast_follows_float32():
     torch.manual_seed(0)
-    model = TripleGRUDecoder(64, 256, 3, 41, n_layers=2, patch_size=14, patch_stride=4, noise_units=256)
+    sizes = dict(neural_dim=64, n_units=256, n_classes=41, patch_size=14, patch_stride=4, noise_units=256)
+    model = TripleGRUDecoder(TripleGRUConfig(**SMALL | sizes), n_days=3)
     nn.init.normal_(model.noise.out.weight, std=0.02)
     x, day, _ = batch([100] * 4, neural_dim=64)
     grads = []
@@ -210,10 +210,10 @@ def test_autocast_follows_float32():
 
 def test_a_new_model_equals_its_clean_part_on_the_whole_recording():
     torch.manual_seed(0)
-    model = TripleGRUDecoder(**SMALL).double()
+    model = TripleGRUDecoder(TripleGRUConfig(**SMALL), n_days=3).double()
     x, day, _ = batch([12, 9])
     single = GRUDecoder(
-        *(SMALL[k] for k in ('neural_dim', 'n_units', 'n_days', 'n_classes')), n_layers=2, patch_size=4, patch_stride=2
+        SMALL['neural_dim'], SMALL['n_units'], 3, SMALL['n_classes'], n_layers=2, patch_size=4, patch_stride=2
     ).double()
     single.load_state_dict(
         {k.removeprefix('clean.'): v for k, v in model.state_dict().items() if k.startswith(('clean.', 'day_'))}
@@ -237,8 +237,8 @@ def test_parameters_at_the_official_sizes(noise_units):
 
 def test_the_optimiser_finds_all_biases_by_name():
     "Biases are in the trainer's group without weight decay."
-    names = [n for n, p in TripleGRUDecoder(**SMALL).named_parameters() if p.dim() == 1]
-    assert len(names) == 2 * 1 + 1 + 2 * 2 + 1 + 2 * 2 + 1 and all('gru.bias' in n or 'out.bias' in n for n in names)
+    names = [n for n, p in TripleGRUDecoder(TripleGRUConfig(**SMALL), 3).named_parameters() if p.dim() == 1]
+    assert len(names) == 2 * 2 + 1 + 2 * 2 + 1 + 2 * 2 + 1 and all('gru.bias' in n or 'out.bias' in n for n in names)
 
 
 def config(**kw):

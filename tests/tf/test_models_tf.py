@@ -18,10 +18,10 @@ from b2t_kaggle.tensorflow.models.gru import GRUDecoder
 SMALL = dict(neural_dim=6, n_units=8, n_days=4, n_classes=5)
 
 
-def random_torch(cls, seed=0, **sizes):
+def random_torch(build, seed=0, **sizes):
     "A PyTorch model without zero weights, in evaluation mode."
     torch.manual_seed(seed)
-    model = cls(**sizes).eval()
+    model = build(**sizes).eval()
     for p in model.parameters(): torch.nn.init.normal_(p, std=p.shape[-1]**-0.5)
     return model
 

@@ -22,9 +22,9 @@ from b2t_kaggle.tensorflow.models.triple_gru import NoisySpeechModel, TripleGRUD
 PATCHED = SMALL | dict(n_layers=2, patch_size=5, patch_stride=3)
 
 
-def small_model(n_days, **sizes):
+def small_model(n_days, cls=TripleGRUDecoder, **sizes):
     "A model without dropout, unless the sizes say otherwise."
-    return TripleGRUDecoder(TripleGRUConfig(**dict(rnn_dropout=0, input_dropout=0) | sizes), n_days)
+    return cls(TripleGRUConfig(**dict(rnn_dropout=0, input_dropout=0) | sizes), n_days)
 
 
 @pytest.mark.parametrize('change, jit', [
@@ -35,7 +35,7 @@ def small_model(n_days, **sizes):
 def test_parity_with_pytorch(change, jit):
     "All three outputs, and every gradient, including the reversed one of the adversary."
     sizes = PATCHED | change
-    theirs = random_torch(pt.TripleGRUDecoder, **sizes)
+    theirs = random_torch(small_model, cls=pt.TripleGRUDecoder, **sizes)
     assert_parity(theirs, small_model(**sizes), [23, 12, 18], jit, mode='full', grl_lambda=0.3)
 
 
@@ -57,8 +57,9 @@ def test_loss_equals_pytorchs():
 
 
 def test_training_arguments_equal_pytorchs():
-    theirs = pt.TripleGRUDecoder(2, 3, 1, 4, noise_units=2, grl_lambda=0.7)
-    assert TripleGRUDecoder(theirs.cfg, 1).training_args(3, 100) == theirs.training_args(3, 100)
+    cfg = TripleGRUConfig(neural_dim=2, n_units=3, n_classes=4, noise_units=2).model_copy(update=dict(grl_lambda=0.7))
+    theirs = pt.TripleGRUDecoder(cfg, 1)
+    assert TripleGRUDecoder(cfg, 1).training_args(3, 100) == theirs.training_args(3, 100)
 
 
 def test_inference_uses_only_the_clean_part(monkeypatch):

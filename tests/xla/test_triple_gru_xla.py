@@ -7,6 +7,7 @@ torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip instal
 import torch
 import torch_xla.debug.metrics as met
 
+from b2t_kaggle.config.encoders.triple_gru import TripleGRUConfig
 from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.models.triple_gru import TripleGRUDecoder
 
@@ -17,9 +18,9 @@ N_STEPS, SIZE, STRIDE = 5, 6, 2
 def build(noise_units=6, **kw):
     "A model without zero parts."
     torch.manual_seed(0)
-    model = TripleGRUDecoder(
-        8, 12, 3, 5, n_layers=2, patch_size=SIZE, patch_stride=STRIDE, noise_units=noise_units, **kw
-    )
+    sizes = dict(neural_dim=8, n_units=12, n_classes=5, n_layers=2, patch_size=SIZE, patch_stride=STRIDE)
+    dropouts = dict(rnn_dropout=0, input_dropout=0) | kw
+    model = TripleGRUDecoder(TripleGRUConfig(**sizes, **dropouts, noise_units=noise_units), n_days=3)
     if noise_units: torch.nn.init.normal_(model.noise.out.weight, std=0.1)
     return model
 

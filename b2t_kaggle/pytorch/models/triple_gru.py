@@ -117,38 +117,12 @@ class TripleGRUDecoder(Frontend):
     patch_layer = ('noise.gru.weight_ih_l0', 'noise.gru.bias_ih_l0', 'clean.gru.weight_ih_l0', 'clean.gru.bias_ih_l0')
     read_out = 'clean.out'
 
-    def __init__(self,
-        neural_dim: int,            # Features per bin, F
-        n_units: int,               # Units per GRU layer of the clean model
-        n_days: int,                # Recording days, D
-        n_classes: int,             # Classes, K
-        rnn_dropout: float = 0.0,   # Dropout between GRU layers
-        input_dropout: float = 0.0, # Dropout after the day layer
-        n_layers: int = 3,          # GRU layers of the clean model
-        *,
-        patch_size: int = 0,        # Bins per patch; 0 means no patching
-        patch_stride: int = 0,      # Bins from one patch's start to the next
-        noise_units: int | None = 256, # Units per GRU layer of the noise model; None means the width of a frame, I
-        noise_layers: int = 2,         # GRU layers of the noise model
-        noisy_units: int | None = None, # Units per GRU layer of the adversary; None means `n_units`
-        noisy_layers: int = 2,         # GRU layers of the adversary
-        grl_lambda: float = 0.5,       # Strength λ of the gradient reversal
-    ):
-        cfg = TripleGRUConfig(neural_dim=neural_dim, n_classes=n_classes, n_units=n_units, n_layers=n_layers,
-                              noise_units=noise_units, patch_size=patch_size, patch_stride=patch_stride,
-                              rnn_dropout=rnn_dropout, input_dropout=input_dropout)
-        super().__init__(cfg.model_copy(update=dict(grl_lambda=grl_lambda)), n_days)
-        self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
-        self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)
-        self.noisy = NoisySpeechModel(self.frame_dim, noisy_units or n_units, n_classes, noisy_layers, rnn_dropout)
-
-    @classmethod
-    def from_config(cls, cfg: TripleGRUConfig, n_days: int) -> 'TripleGRUDecoder':
-        sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
-        model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, patch_size=cfg.patch_size,
-                    patch_stride=cfg.patch_stride, noise_units=cfg.noise_units)
-        model.cfg = cfg
-        return model
+    def __init__(self, cfg: TripleGRUConfig, n_days: int):
+        super().__init__(cfg, n_days)
+        sizes = self.frame_dim, cfg.n_units, cfg.n_classes
+        self.noise = NoiseModel(self.frame_dim, cfg.noise_units, 2, cfg.rnn_dropout)
+        self.clean = CleanSpeechModel(*sizes, cfg.n_layers, cfg.rnn_dropout)
+        self.noisy = NoisySpeechModel(*sizes, 2, cfg.rnn_dropout)
 
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
