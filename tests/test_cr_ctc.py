@@ -8,11 +8,11 @@ import torch
 from copies import call_as_ranks
 from test_trainer import config, open_stores, write_toy
 
+from b2t_kaggle.config.encoders.encoder import encoders_in
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.cr_ctc import consistency_losses
-from b2t_kaggle.pytorch.models import model_names
 from b2t_kaggle.pytorch.parallel import SingleDevice, start
 from b2t_kaggle.pytorch.trainer import Trainer
 from b2t_kaggle.training.history import read_history
@@ -150,7 +150,7 @@ def test_an_encoder_with_its_own_losses(stores):
         t.gradients(t.loader(0)[0])
 
 
-@pytest.mark.parametrize('name', model_names())
+@pytest.mark.parametrize('name', encoders_in('pytorch'))
 def test_every_encoder_learns_from_two_views(name, tmp_path_factory):
     "In one step with ScaledAdam, each trial has a loss of both views, and the last layer changes."
     folder = tmp_path_factory.mktemp(name)

@@ -23,19 +23,20 @@ from encoders import (
 )
 from killed import ask_before_each_step, kill_after_a_checkpoint
 
+from b2t_kaggle.config.encoders.encoder import encoders_in
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_official
 from b2t_kaggle.pytorch.frontend import Frontend
 from b2t_kaggle.pytorch.inference import infer
-from b2t_kaggle.pytorch.models import build_model, model_names
+from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.streaming import EncoderStream
 from b2t_kaggle.pytorch.trainer import Trainer, train
 from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
 
-NAMES = model_names()
+NAMES = encoders_in('pytorch')
 NAMES_AND_VARIANTS = [*NAMES, *VARIANTS]
 
 

@@ -7,7 +7,8 @@ __all__ = ['MAX_YAML_BYTES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES', 'M
            'MAX_MEMBER_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES', 'MAX_MODEL_SIZE', 'MAX_LAYERS',
            'ReadError', 'expands_too_far', 'named', 'check_is_file', 'read_text', 'csv_rows', 'split_lines',
            'splits_in_name', 'read_member', 'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml',
-           'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
+           'read_yaml_file', 'open_hdf5', 'shortened', 'check_link', 'open_dataset', 'check_size', 'read_attribute',
+           'check_hdf5']
 
 # %% ../../nbs/core/03_reading.ipynb #c003
 import csv
@@ -229,8 +230,9 @@ def open_hdf5(path: str | Path) -> 'h5py.File':
     return h5py.File(path, 'r', locking=False)
 
 # %% ../../nbs/core/03_reading.ipynb #c027
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + '…')
+def shortened(text: str, n: int = 100) -> str:
+    "The first `n` characters of a text, for an error."
+    return text if len(text) <= n else text[:n] + '…'
 
 def check_link(
     group: 'h5py.Group',
@@ -239,10 +241,10 @@ def check_link(
     "Raise `ReadError` for a soft or external link, which may leave the file, `KeyError` for a missing name."
     import h5py
     link = name.encode('utf-8', 'surrogateescape')
-    if not group.id.links.exists(link): raise KeyError(f'{_short(name)} does not exist')
+    if not group.id.links.exists(link): raise KeyError(f'{shortened(name, 60)!r} does not exist')
     if group.id.links.get_info(link).type != h5py.h5l.TYPE_HARD:
-        raise ReadError(f'{_short(name)} is a link, perhaps to another file, which is not followed; expected all data '
-                        'in one file, fetch it again')
+        raise ReadError(f'{shortened(name, 60)!r} is a link, perhaps to another file, which is not followed; expected '
+                        'all data in one file, fetch it again')
 
 # %% ../../nbs/core/03_reading.ipynb #c028
 def open_dataset(
@@ -257,8 +259,8 @@ def open_dataset(
     elsewhere = ('virtual data set' if plist.get_layout() == h5py.h5d.VIRTUAL else
                  'data set with external storage' if plist.get_external_count() else None)
     if elsewhere:
-        raise ReadError(f'{_short(name)} is a {elsewhere}, whose values lie in other files, which are not read; '
-                        'expected all data in one file, fetch it again')
+        raise ReadError(f'{shortened(name, 60)!r} is a {elsewhere}, whose values lie in other files, which are not '
+                        'read; expected all data in one file, fetch it again')
     return h5py.Dataset(dataset)
 
 def check_size(dataset: 'h5py.Dataset') -> None:

@@ -24,7 +24,7 @@ from fastcore.basics import patch
 from ..core import reading
 from ..core.files import atomic_path, file_state
 from ..core.messages import near_names, printable, tqdm
-from ..core.reading import MAX_BINS, MAX_LABELS, ReadError
+from ..core.reading import MAX_BINS, MAX_LABELS, ReadError, shortened
 from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
@@ -140,12 +140,9 @@ def _has_type(value, kind: str) -> bool:
     if not np.issubdtype(value.dtype, np.integer): return False
     return value.ndim == 1 if '[' in kind else value.ndim == 0 and value <= np.iinfo(np.int64).max
 
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else text[:100] + '…'
-
 def _describe(value) -> str:
     if np.ndim(value): return f'{np.asarray(value).dtype} {list(np.shape(value))}'
-    return _short(repr(value) if isinstance(value, str) else f'{type(value).__name__} {value!r}')
+    return shortened(repr(value) if isinstance(value, str) else f'{type(value).__name__} {value!r}')
 
 # %% ../../nbs/data/00_sessions.ipynb #c017
 _FETCH = 'fetch the file again'
@@ -160,7 +157,7 @@ def _check_types(raw: dict, split: str, n: int = N_FEATURES) -> _Faults:
             place = 'dataset' if field in _DATASETS else 'attribute'
             yield field, 'nothing', kind, f'the {place} is missing; {_FETCH}'
         elif isinstance(raw[field], Exception):
-            reason = _short(' '.join(str(raw[field]).split()) or type(raw[field]).__name__)
+            reason = shortened(' '.join(str(raw[field]).split()) or type(raw[field]).__name__)
             yield field, f'unreadable data ({reason})', kind, _FETCH_OR_LEAVE_OUT
         elif not _has_type(raw[field], kind):
             yield field, _describe(raw[field]), kind, 'write it in the official format'
@@ -213,7 +210,7 @@ def _problems(raw: dict, file: str | Path, key: str, session: str, split: str, d
     checked = set(_fields(split)) - {field for field, *_ in faults}
     if 'session' in checked and raw['session'] != session:
         advice = "the file lies in another session's folder, or its attribute is wrong"
-        faults.append(('session', _short(raw['session']), session, advice))
+        faults.append(('session', shortened(raw['session']), session, advice))
     if 'input_features' in checked: faults += _check_features(raw, checked, np.dtype(dtype), subset)
     if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
     if {'transcription', 'sentence_label'} <= checked: faults += _check_transcription(raw)

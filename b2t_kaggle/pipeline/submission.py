@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.files import atomic_path
-from ..core.reading import check_is_file, csv_rows, named
+from ..core.reading import check_is_file, csv_rows, named, shortened
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c006
 class SubmissionError(ValueError):
@@ -39,15 +39,12 @@ def check_order(
 _ALPHABET = re.compile(r"[a-zA-Z\-' ]+")                # Characters that the metric keeps
 _MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # Texts that pandas reads as missing
 
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else text[:100] + '…'
-
 def _text_problem(text) -> str | None:
     if not isinstance(text, str):
         return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
     if not text or _ALPHABET.fullmatch(text): return None
     bad = ''.join(dict.fromkeys(_ALPHABET.sub('', text)))
-    return (f'found {_short(bad)!r} in {_short(text)!r}, expected only a-z, A-Z, space, - and \'; apply '
+    return (f'found {shortened(bad)!r} in {shortened(text)!r}, expected only a-z, A-Z, space, - and \'; apply '
             'normalize_sentence')
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c012
@@ -63,15 +60,15 @@ def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
     with named(name, SubmissionError): header, *rows = _rows(data) or [(1, [])]
     problems = []
     if header[1] != ['id', 'text']:
-        problems.append(f'line 1: found the header {_short(",".join(header[1]))!r}, expected \'id,text\'')
+        problems.append(f'line 1: found the header {shortened(",".join(header[1]))!r}, expected \'id,text\'')
     problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
     entries = [(line, r[0], r[1]) for line, r in rows if len(r) == 2]
     if n is not None and len(entries) != n:
         problems.append(f'found {len(entries)} rows, expected {n}, one for each test trial')
-    wrong = [f'line {line}: id is {_short(i)!r}, expected {row}' for row, (line, i, _) in enumerate(entries)
+    wrong = [f'line {line}: id is {shortened(i)!r}, expected {row}' for row, (line, i, _) in enumerate(entries)
              if i != str(row)]
     problems += wrong[:1] # One missing row shifts all rows after it
-    problems += [f'line {line}, id {_short(i)}: {p}' for line, i, t in entries if (p := _text_problem(t))]
+    problems += [f'line {line}, id {shortened(i)}: {p}' for line, i, t in entries if (p := _text_problem(t))]
     if problems:
         title = f'{name}: {len(problems)} problem{"s" * (len(problems) > 1)}'
         more = f'\n  … and {len(problems) - 10} more' if len(problems) > 10 else ''

@@ -50,9 +50,10 @@ def day_affine(
 # %% ../../nbs/pytorch/00_layers.ipynb #c015
 def autocast_dtype(
     dtype: torch.dtype, # Precision without autocast
+    device: str = 'cpu', # Kind of device
 ) -> torch.dtype:
-    "Autocast's CPU dtype if autocast is enabled, else `dtype`."
-    return torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else dtype
+    "Autocast's dtype on a kind of device if autocast is enabled there, else `dtype`."
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 def _day_runs(day_idx: Tensor, lengths: list[int]) -> list[tuple[int, int, int]]:
     "Runs of adjacent trials of one day: the day, the run's first row and the row after its end."

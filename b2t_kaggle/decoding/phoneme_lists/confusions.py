@@ -67,7 +67,6 @@ class ExpectedWordErrors:
         trials: Sequence[CandidateTrial],
         lm_weight: float,
         word_score: float,
-        sharpness: float,
         penalty: float,   # Weight of the squared changes in the loss
     ):
         self.trials = trials
@@ -78,7 +77,6 @@ class ExpectedWordErrors:
         self.language = np.concatenate([t.language for t in trials])
         self.errors = np.concatenate([t.errors for t in trials])
         self.start = np.array([lm_weight, word_score])
-        self.sharpness = sharpness
         self.penalties = penalty*np.concatenate([PENALTIES, PENALTIES, [.1, .1]])
         self.first = np.cumsum([0, *(len(t.errors) for t in trials[:-1])])
 
@@ -115,9 +113,8 @@ class ExpectedWordErrors:
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray]:
         "Expected word errors of all trials plus the penalty, and the gradient `[W]`."
-        totals = self.sharpness*(self.acoustic(x) + self.language @ (self.start + x[-2:]))
+        totals = self.acoustic(x) + self.language @ (self.start + x[-2:])
         expected, g = expected_word_errors(totals, self.errors, self.first)
-        g *= self.sharpness
         n_slots = len(self.slot_scores)
         n_cells = (n_slots + len(self.gap_scores))*N_CLASSES
         g_rows = np.bincount(self.cells, g[self.candidates], n_cells).reshape(-1, N_CLASSES)

@@ -21,7 +21,7 @@ from ...core.files import write_whole
 from ...core.reading import parse_json, read_text
 from ..decoder import LexiconBeamDecoder
 from ..lexicon import Lexicon, flatten
-from ..nbest import Hypothesis, LLMHypothesis, word_distances
+from ..nbest import Hypothesis, LLMHypothesis, posteriors, word_distances
 from b2t_kaggle.decoding.phoneme_lists.confusions import (
     N_CLASSES,
     N_WEIGHTS,
@@ -41,7 +41,7 @@ from b2t_kaggle.decoding.phoneme_lists.confusions import (
 from .lists import PhonemeList, phoneme_network
 from ...lm.automaton import Automaton
 from ...lm.ngram import Frequencies, LanguageModel, NGram, context_gain
-from ...phonemes import BLANK, PHONEMES, SIL
+from ...phonemes import BLANK, SIL, to_class_ids
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c006
 TextScores = Callable[[Sequence[str]], np.ndarray] # Natural-log probabilities of texts [N] by an LLM
@@ -61,7 +61,6 @@ class ConfusionModel:
     gaps: np.ndarray          # Weights of the gaps' classes [N_WEIGHTS]
     lm_weight: float = 1.0    # Weight of the n-gram's score relative to the network's
     word_score: float = 0.0   # Score added per word
-    sharpness: float = 1.0    # Factor of totals in the softmax over sentences
     learned: tuple[str, ...] = () # Hashes of the training trials
     ranking: RankingWeights | None = None # Weights for ranking sentences with an LLM
 
@@ -99,14 +98,12 @@ def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, bea
 def _word_edits(sentence: str, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
     return word_distances([sentence, *(h.text for h in hypotheses)], rows=1)[0, 1:].astype(float)
 
-def expected_errors(hypotheses: Sequence[Hypothesis], sharpness: float) -> np.ndarray:
+def expected_errors(hypotheses: Sequence[Hypothesis], temperature: float = 1.) -> np.ndarray:
     "Expected number of word errors of each hypothesis [N]."
-    total = np.array([h.total for h in hypotheses])
-    p = np.exp(sharpness*(total - total.max()))
-    return word_distances([h.text for h in hypotheses]) @ (p/p.sum())
+    return word_distances([h.text for h in hypotheses]) @ posteriors([h.total for h in hypotheses], temperature)
 
-def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> list[Hypothesis]:
-    return [hypotheses[i] for i in np.argsort(expected_errors(hypotheses, sharpness).round(9), kind='stable')]
+def _in_order_of_risk(hypotheses: Sequence[Hypothesis], temperature: float = 1.) -> list[Hypothesis]:
+    return [hypotheses[i] for i in np.argsort(expected_errors(hypotheses, temperature).round(9), kind='stable')]
 
 def decode_lists(
     lists: Sequence[PhonemeList],
@@ -126,10 +123,10 @@ def decode_lists(
     nbests = decoder.decode_all([list_frames(x, model) for x in lists], progress=progress)
     if llm is not None and model.ranking is not None:
         return _ranked(nbests, model.ranking, llm, lm, random_trials(lists, _best_texts(nbests), lm))
-    return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in nbests]
+    return list(map(_in_order_of_risk, nbests))
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c014
-_RANKING_SHARPNESS = .5
+_RANKING_TEMPERATURE = 2.
 _RANKED = 15. # Largest gap to the best total of sentences that an LLM scores [nats]
 
 def random_trials(
@@ -168,10 +165,10 @@ def _ranked(nbests: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm
     *scores, by_llm = _ranking_scores(near, llm, lm, random).T
     each = zip(by_llm.tolist(), (weights @ np.array(scores)).tolist())
     scored = [[LLMHypothesis(**vars(h) | dict(zip(('llm', 'total'), next(each)))) for h in hyps] for hyps in near]
-    return [_in_order_of_risk(hyps, _RANKING_SHARPNESS) for hyps in scored]
+    return [_in_order_of_risk(hyps, _RANKING_TEMPERATURE) for hyps in scored]
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c017
-_START = ConfusionModel(np.zeros(0), np.zeros(0), lm_weight=.8, word_score=0., sharpness=1.)
+_START = ConfusionModel(np.zeros(0), np.zeros(0), lm_weight=.8, word_score=0.)
 _EMPTY_SLOT = -2. # For the search of candidates: a deletion also saves n-gram costs
 _FULL_GAP = .5
 
@@ -212,7 +209,7 @@ _MOST_SPELLINGS = 4
 
 def _spellings(text: str, lexicon: Lexicon) -> list[list[int]]:
     ways = itertools.product(*(lexicon[w] for w in text.split()))
-    return [[s for pron in way for s in (*(_CLASS_ID[p] for p in pron), SIL)]
+    return [[s for pron in way for s in (*to_class_ids(pron).tolist(), SIL)]
             for way in itertools.islice(ways, _MOST_SPELLINGS)]
 
 def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) -> list[list[int]]:
@@ -223,14 +220,12 @@ def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) 
     scores = iter(np.take_along_axis(frames[None], classes[:, :, None], 2).sum((1, 2)))
     return [max(ways, key=lambda _: next(scores), default=[]) for ways in spellings]
 
-_CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
-
 def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float) -> np.ndarray:
     "Change of all weights that lowers the expected word errors."
     if not trials:
         raise ValueError('found no trial to learn word errors from, expected some whose phonemes fit words of the '
                          'lexicon, and for an LLM in two folds; give more sentences, or a lexicon with their words')
-    loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
+    loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, penalty)
     x = np.zeros(2*N_WEIGHTS + 2)
     for _ in range(3):
         loss.place(x)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ABS_TO_RMS', 'proportion_to_mean', 'balance_line', 'Balancer', 'limit_param_value', 'penalize_abs_values_gt',
-           'ScaleGrad', 'autocast_dtype', 'softmax', 'convert_num_channels']
+           'ScaleGrad', 'softmax', 'convert_num_channels']
 
 # %% ../../../nbs/pytorch/scaling/03_balancer.ipynb #c003
 import math
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..layers import autocast_dtype
 from .schedule import FloatLike, ScheduledFloat, bernoulli, value_of
 
 # %% ../../../nbs/pytorch/scaling/03_balancer.ipynb #c006
@@ -183,14 +184,9 @@ class _Softmax(torch.autograd.Function):
         product = y * grad.to(wide)
         return (product - y * product.sum(ctx.dim, keepdim=True)).to(ctx.dtype), None, None
 
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    "Dtype in which autocast computes a product with `x` `[…]`."
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
 def softmax(x: Tensor, dim: int) -> Tensor:
     "Softmax `[…]`, in autocast's dtype if it is enabled."
-    return _Softmax.apply(x, dim, autocast_dtype(x))
+    return _Softmax.apply(x, dim, autocast_dtype(x.dtype, x.device.type))
 
 # %% ../../../nbs/pytorch/scaling/03_balancer.ipynb #c030
 def convert_num_channels(x: Tensor, num_channels: int) -> Tensor:

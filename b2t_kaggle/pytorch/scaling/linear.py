@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...devices.products import Linear, product
+from ..layers import autocast_dtype
 from .activations import swoosh, swoosh_slope
-from .balancer import autocast_dtype, limit_param_value
+from .balancer import limit_param_value
 from .schedule import FloatLike, keep_mask, value_of
 
 # %% ../../../nbs/pytorch/scaling/05_linear.ipynb #c005
@@ -81,14 +82,13 @@ def _masked(x, mask, scale): return x if mask is None else (x * mask).mul_(scale
 class _ActivationDropoutLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mask, scale, activation):
-        dtype = autocast_dtype(x)
+        dtype = autocast_dtype(x.dtype, x.device.type)
         ctx.save_for_backward(x, weight, mask)
         ctx.scale = scale
         ctx.activation = activation
-        ctx.has_bias = bias is not None
         with torch.autocast(x.device.type, enabled=False):
             active = _masked(swoosh(x, activation), mask, scale).to(dtype)
-            return product(active, weight.to(dtype), bias.to(dtype) if ctx.has_bias else None)
+            return product(active, weight.to(dtype), bias if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -100,7 +100,7 @@ class _ActivationDropoutLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 active = _masked(swoosh(x, ctx.activation), mask, ctx.scale).to(grad.dtype)
                 d_weight = product(rows.t(), active.reshape(-1, active.shape[-1]).t()).to(weight.dtype)
-            if ctx.has_bias: d_bias = rows.sum(0).to(weight.dtype)
+            if ctx.needs_input_grad[2]: d_bias = rows.sum(0).to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 d_active = _masked(product(grad, weight.t().to(grad.dtype)).to(x.dtype), mask, ctx.scale)
                 d_x = swoosh_slope(x, ctx.activation).mul_(d_active)

@@ -67,7 +67,6 @@ class ScheduledFloat(nn.Module):
         self.schedule = PiecewiseLinear(*pairs)
         self.default = default
         self.batch_count = None # A float, or a tensor `[]` on the device
-        self.name = None
 
     def value(self) -> float | Tensor:
         "Current value, a tensor `[]` if `batch_count` is a tensor."

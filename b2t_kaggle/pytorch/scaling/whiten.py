@@ -122,7 +122,6 @@ class Whiten(nn.Module):
         self.grad_scale = grad_scale
         self.min_prob, self.max_prob = prob if isinstance(prob, tuple | list) else (prob, prob)
         self.state = _Probability(self.min_prob, self.max_prob)
-        self.name = None
 
     @property
     def prob(self) -> float:

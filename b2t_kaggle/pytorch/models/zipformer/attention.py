@@ -76,8 +76,6 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
     ):
         super().__init__()
         self.num_heads = num_heads
-        self.query_head_dim = query_head_dim
-        self.pos_head_dim = pos_head_dim
         self.pos_emb_skip_rate: FloatLike = ScheduledFloat((0.0, 0.5), (4000.0, 0.0)) # Rate of calls without positions
         key_dim = num_heads * query_head_dim
         self.dims = [key_dim, key_dim, num_heads * pos_head_dim]

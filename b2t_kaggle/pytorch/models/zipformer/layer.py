@@ -72,7 +72,6 @@ class Zipformer2EncoderLayer(nn.Module):
         self.balancer2 = balancer(0.05, 4.0, 0.1)
         self.whiten = whiten(4.0, ratio=3.0)
         self.bypass_scale = nn.Parameter(torch.full((embed_dim,), 0.5))
-        self.embed_dim = embed_dim
         self.attention_skip_rate = copy.deepcopy(attention_skip_rate)
         self.conv_skip_rate = copy.deepcopy(conv_skip_rate)
         self.const_attention_rate = copy.deepcopy(const_attention_rate)
