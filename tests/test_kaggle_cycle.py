@@ -168,6 +168,12 @@ def test_the_sentences_of_the_n_gram_are_sent_if_the_llm_fails(kaggle, b2t):
     assert status == 0 and 'The LLM failed (no memory): the sentences of the n-gram are sent' in output, output
     assert len(kaggle.submissions) == 1 and f'{NAME}-submit-llm-2' not in kaggle.kernels
     assert kaggle.submissions[0]['description'].endswith(', without the LLM, which failed')
+    kaggle.files[f'{NAME}-submit-llm'] = SUBMISSION
+    smaller = LLM.replace('0.6b', '0.1b')
+    for _ in range(2): assert b2t(*LINE, '--llm', smaller, '--retry')[0] == 0
+    bodies = [version['body'] for version in kaggle.kernels[f'{NAME}-submit-llm']]
+    assert [body['modelDataSources'] for body in bodies] == [[LLM], [smaller]] and len(kaggle.kernels[PARTS[0]]) == 1
+    assert not kaggle.submissions[1]['description'].endswith('which failed') and len(kaggle.submissions) == 2
 
 
 def test_an_llm_that_needs_several_runtimes(kaggle, b2t):
@@ -323,7 +329,8 @@ def test_hours_end_the_training(kaggle, b2t):
     for _ in range(2):
         status, output = b2t(*LINE, '--hours', 12)
         assert status == 1 and 'the training is unfinished after 2,000 batches' in output, output
-        assert '--unfinished' in output and list(kaggle.kernels) == PARTS[:2]
+        assert '--hours 27 (all parts together) adds a part; --unfinished' in output
+        assert list(kaggle.kernels) == PARTS[:2]
     assert 'next  finish the training' in b2t('status')[1]
     assert b2t(*LINE, '--hours', 12, '--unfinished')[0] == 0
     assert list(kaggle.kernels) == PARTS
@@ -358,6 +365,21 @@ def test_a_state_that_the_client_does_not_know(kaggle, b2t):
     assert_complete(kaggle)
 
 
+def test_other_states_that_the_client_does_not_know(kaggle, b2t):
+    "A dataset's is like a slow upload; with a submission's, the command ends and can be repeated."
+    def ready(name, n):
+        if name == 'SaveKernel': kaggle.dataset_status = 'READY'
+        if name == 'GetDatasetStatus' and n == 3: kaggle.dataset_status = 'READY'
+    kaggle.fault = ready
+    kaggle.dataset_status = 'SCANNING'
+    status, output = b2t(*LINE)
+    assert status == 0, output
+    kaggle.submissions[0]['status'] = 'SCORING'
+    status, output = b2t(*LINE)
+    assert status == 1 and 'does not know the state SCORING' in output, output
+    assert_complete(kaggle)
+
+
 def test_a_notebook_that_is_run_again_while_its_output_is_fetched(kaggle, b2t, tmp_path):
     "Files of the two versions are not mixed."
     name, files = PARTS[0], output_of(60_000)
@@ -372,6 +394,13 @@ def test_a_notebook_that_is_run_again_while_its_output_is_fetched(kaggle, b2t, t
     fetched = tmp_path/FOLDER/'output'/name.partition('/')[2]
     assert (fetched/'new').exists() and (fetched/'run'/'train'/'best.pt').read_text().startswith('again')
     assert not list(fetched.parent.glob('*.part'))
+
+
+def test_an_unanswered_request_does_not_discard_an_output(kaggle, b2t):
+    kaggle.fault = lambda name, n: (503, 'busy') if name == 'GetKernel' and n == 2 else None
+    status, output = b2t(*LINE)
+    assert status == 0 and 'run again' not in output, output
+    assert kaggle.names().count('file') == sum(len(v['files']) for versions in kaggle.kernels.values() for v in versions)
 
 
 def test_a_csv_that_kaggle_refuses_after_the_upload(kaggle, b2t):
@@ -409,9 +438,10 @@ def test_a_missing_dataset(kaggle, b2t):
     status, output = b2t(*line)
     assert status == 1 and f'model {LLM}: Not Found. The submission needs it' in output and not kaggle.kernels, output
     kaggle.models.add('qwen-lm/qwen-3')
-    assert b2t(*line)[0] == 0
+    kaggle.datasets['ada/better'] = [{'lm.arpa'}]
+    assert b2t(*LINE, '--lm', 'ada/better', '--llm', LLM)[0] == 0 # Nothing was pushed before
     body = kaggle.kernels[f'{NAME}-submit-llm'][0]['body']
-    assert body['datasetDataSources'][1:] == ['ada/my-lm'] and body['modelDataSources'] == [LLM]
+    assert body['datasetDataSources'][1:] == ['ada/better'] and body['modelDataSources'] == [LLM]
 
 
 def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):

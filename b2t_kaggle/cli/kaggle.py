@@ -22,6 +22,7 @@ from ..core.messages import counted
 from ..devices.kaggle_machines import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import Client, check_id, connect, write_kernel
 from ..kaggle.cycle import Cycle, Plan, list_recipes, read_plan, save_plan, wheels_slug
+from ..kaggle.session import is_ngram
 from ..kaggle.wheels import Image, build_wheels
 from ..lm.public_models import MODELS
 
@@ -122,8 +123,12 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
     "Dataset with an n-gram, and the public model or file that it is made from."
     if lm == 'none': return None, None
     name = 'imagineville-small' if lm == 'imagineville' else lm
-    if name in MODELS and not MODELS[name].files: return f'{owner}/b2t-{name}', name # A single ARPA file
-    if (path := Path(lm)).is_file(): return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
+    if name in MODELS and MODELS[name].files:
+        raise click.BadParameter(f'--lm {lm}: is for `LexiconBeamDecoder.from_folder`; expected an n-gram in one file')
+    if name in MODELS: return f'{owner}/b2t-{name}', name
+    if (path := Path(lm)).is_file():
+        if is_ngram(path): return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
+        raise click.BadParameter(f'--lm {lm}: expected an ARPA file, a KenLM binary, or the wheel of pocketsphinx')
     if '/' in lm: return check_id(lm), None
     raise click.BadParameter(f'--lm {lm}: expected a public model (`b2t lm get` lists them), a file, a dataset '
                              'OWNER/SLUG, or none')

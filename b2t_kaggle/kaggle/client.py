@@ -105,7 +105,10 @@ class Client:
 
     def find_submission(self, competition: str, description: str) -> Any | None:
         "Submission with this description among the last hundred: `status`, `public_score`, `private_score`."
-        sent = ask(f'submissions to {competition}', self.api.competition_submissions, competition, page_size=100)
+        request = f'submissions to {competition}'
+        try: sent = ask(request, self.api.competition_submissions, competition, page_size=100)
+        except KeyError as e:
+            raise KaggleError(printable(f'{request}: this client does not know the state {e.args[0]}')) from None
         return next((s for s in sent or [] if s.description == description), None)
 
     def submit(self, competition: str, path: Path, description: str) -> None:
@@ -120,6 +123,7 @@ def dataset_state(self: Client, dataset: str) -> str | None:
     "`ready`, `failed`, `deleted`, or Kaggle's word for its activity; None if there is no such dataset."
     try: return ask(f'dataset {dataset}', self.api.dataset_status, dataset)
     except RefusedError: return None
+    except KeyError as e: return printable(f'in the state {e.args[0]}, which this client does not know')
 
 @patch
 def dataset_files(self: Client, dataset: str) -> set[str]:
@@ -205,7 +209,7 @@ def _version(self: Client, name: str) -> int:
     message.user_name, message.kernel_slug = name.split('/')
     with self.api.build_kaggle_client() as sdk:
         try: answer = ask(f'notebook {name}', sdk.kernels.kernels_api_client.get_kernel, message)
-        except KaggleError: return 0
+        except RefusedError: return 0
     return answer.metadata.current_version_number
 
 @patch

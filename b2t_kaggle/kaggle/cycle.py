@@ -166,7 +166,8 @@ def save_plan(plan: Plan, folder: Path, retry: bool = False) -> None:
     before = read_plan(folder)
     for key in ('name', 'accelerator', 'preset', 'overrides', 'lm', 'llms') if before else ():
         old, new = getattr(before, key), getattr(plan, key)
-        may_change = retry and key not in ('name', 'accelerator', 'preset') or key == 'llms' and not old
+        has_begun = (folder/'push').exists() and not retry
+        may_change = not has_begun and key not in ('name', 'accelerator', 'preset') or key == 'llms' and not old
         if old != new and not may_change:
             raise ValueError(f'{folder}: belongs to a cycle with {key} {old!r}, not {new!r}; use another --id')
     if before != plan: write_whole(folder/'cycle.json', json.dumps(asdict(plan), indent=1) + '\n')
@@ -220,7 +221,7 @@ class Cycle:
             yield from self._notebook_steps(make, partial(training_problem, run, before))
             if part == most or is_finished(run): break
             before = run
-        if self.client and not is_finished(run): yield self._finish(run)
+        if self.client and not is_finished(run): yield self._finish(run, part)
         before = None
         for n in count(1):
             make = partial(self.plan.submission, seed, part, n)
@@ -283,8 +284,8 @@ def _wait_for(is_there: Callable[[], bool], name: str) -> None:
         with suppress(UnreachableError):
             if is_there(): return
         time.sleep(POLL)
-    raise KaggleError(f'{name}: Kaggle accepted it an hour ago but does not show it; see its page for the reason, then '
-                      'run the same command again')
+    raise KaggleError(f'{name}: Kaggle accepted it an hour ago but has not finished processing it; see its page for '
+                      'the reason, then run the same command again')
 
 @patch
 def _join(self: Cycle) -> Step:
@@ -368,6 +369,14 @@ def _hours_left(self: Cycle) -> float | None:
     raise KaggleError(f'{_quota_in_words(image, *quota)}. Too few for a notebook; run the command again then')
 
 @patch
+def _has_other_inputs(self: Cycle, notebook: Notebook) -> bool:
+    "Whether the notebook was pushed with another n-gram or LLM."
+    path = self.folder/'push'/Path(notebook.kernel).name/'kernel-metadata.json'
+    pushed = json.loads(path.read_text()) if path.exists() else {}
+    names = {*pushed.get('dataset_sources', []), *pushed.get('model_sources', [])}
+    return bool(names) and {name for name in names if '/b2t-wheels-' not in name} != set(notebook.datasets[1:])
+
+@patch
 def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Step:
     notebook = make()
     kernel, output = notebook.kernel, self.output(notebook)
@@ -375,7 +384,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
 
     def done():
         if kernel in self.pushed: return True
-        if output.exists(): return not (self.retry and problem())
+        if output.exists(): return not (self.retry and (problem() or self._has_other_inputs(notebook)))
         state, _ = self.client.kernel_state(kernel)
         return state is not None and not (self.retry and state in FAILED)
 
@@ -446,10 +455,11 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
                lambda: [problem()] if output.exists() else [])
 
 @patch
-def _finish(self: Cycle, run: Path) -> Step:
+def _finish(self: Cycle, run: Path, part: int) -> Step:
     def refuse():
-        raise KaggleError(f'{run}: the training is unfinished after {batches_done(run):,} batches. With more --hours '
-                          '(the sum of all parts) it continues; --unfinished decodes the model as it is')
+        hours = self.plan.machine.hours*(part + 1)
+        raise KaggleError(f'{run}: the training is unfinished after {batches_done(run):,} batches. --hours {hours:g} '
+                          '(all parts together) adds a part; --unfinished decodes the model as it is')
 
     return Step('finish the training', lambda: self.unfinished, refuse, [])
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OFFICIAL', 'TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'LLM', 'PINNED', 'Attached', 'NotebookError',
-           'in_stamp', 'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission', 'copy_submission',
-           'next_step']
+           'is_ngram', 'in_stamp', 'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission',
+           'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -119,6 +119,10 @@ def _kind_of_file(path: Path) -> str | None:
     if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
     is_binary = name.endswith(('.bin', '.binary', '.klm', '.kenlm')) and _head(path).startswith(_KENLM)
     return 'ngrams' if is_binary else None
+
+def is_ngram(path: Path) -> bool:
+    "Whether `submit.ipynb` would use a file as an n-gram."
+    return _kind_of_file(path) in ('ngrams', 'general')
 
 def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[str]:
     "Kinds of input in a folder, as fields of `Attached`."
