@@ -446,6 +446,8 @@ def test_markdown_has_formulas_and_tables_that_scroll():
     assert made.count('<svg') == 2
     assert '<code>$HOME</code>, 5 $ and 6 $.' in made and '<div class="scroll"><table>' in made
     assert '<code>\\nosuch{x}</code>' in cells.markdown(r'$\nosuch{x}$')
+    ids = [re.findall('id="([^"]+)', cells.markdown('$x^2$', place)) for place in ('', 'also here')]
+    assert ids[0] and not {*ids[0]} & {*ids[1]} # A page may have the same text twice
 
 
 def shown(**data): return cells.output(dict(output_type='execute_result', data=data), 'one')

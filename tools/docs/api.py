@@ -36,7 +36,8 @@ def comment_of(node: ast.AST, notes: dict[int, tuple[str, bool]]) -> str:
 
 
 def _code(node: ast.AST | None) -> str: return f'<code>{html.escape(ast.unparse(node))}</code>' if node else ''
-def inline(text: str) -> str: return markdown(text).strip().removeprefix('<p>').removesuffix('</p>') if text else ''
+def inline(text: str, place: str = '') -> str:
+    return markdown(text, place).strip().removeprefix('<p>').removesuffix('</p>') if text else ''
 
 
 def parameters(f: ast.FunctionDef, notes: dict) -> list[dict]:

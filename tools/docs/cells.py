@@ -33,12 +33,14 @@ def _formula(tex: str) -> str:
 
 def markdown(
     text: str, # Markdown of a notebook's cell
+    place: str = '', # Place on the page, if the same text occurs several times
 ) -> str:
     "HTML of Markdown with formulas; wide tables can be scrolled."
     from nbconvert.filters import markdown2html
     drawn = []
+    name = f'f{zlib.crc32((place + text).encode()):x}'
     def draw(m):
-        made = _formula(m['block'] or m['line']).replace('NAME-', f'f{zlib.crc32(text.encode()):x}-{len(drawn)}-')
+        made = _formula(m['block'] or m['line']).replace('NAME-', f'{name}-{len(drawn)}-')
         drawn.append(f'<p class="formula">{made}</p>' if m['block'] else made)
         return f'FORMULA{len(drawn) - 1}HERE'
     parts = _CODE.split(text)

@@ -92,7 +92,7 @@ class Overview:
     def _about(self, name: str) -> str:
         "The first sentence of a docstring."
         text = ' '.join((ast.get_docstring(self._nodes[name][0]) or '').split())
-        return inline(re.split(r'(?<=[^.\d][.;:]) ', text, maxsplit=1)[0].rstrip(';:'))
+        return inline(re.split(r'(?<=[^.\d][.;:]) ', text, maxsplit=1)[0].rstrip(';:'), 'also here')
 
     def note(self, name: str) -> str:
         "Link to a card further up, in place of the card."
