@@ -24,6 +24,7 @@ from killed import LIMIT
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
 from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.decoding.calibration import read_record
 from b2t_kaggle.logits import LogitError, LogitStore
 from b2t_kaggle.metrics.comparison import read_results
 from b2t_kaggle.phonemes import normalize_sentence
@@ -153,6 +154,22 @@ def test_a_plugin_trains_a_variant(finished, tmp_path, monkeypatch):
     with patch.dict(os.environ), patch.dict(STAGES):
         r = command('train', *mine, '--plugin', file)
         assert executed[6:] == ['train'] and 'parameters changed: plugin/mine.py' in r.output, r.output
+
+
+def test_a_plugin_with_only_a_stage_trains_nothing(finished, tmp_path, monkeypatch):
+    "Neither when it is added to a run, nor when its file is edited."
+    base, options, _ = finished
+    file = tmp_path/'risk.py'
+    file.write_text('\n'.join(cells_of_page(ROOT/'nbs/guides/adding_a_stage.ipynb', 'stage')))
+    executed = []
+    monkeypatch.setattr(pipeline, 'execute', lambda run, name: (executed.append(name), execute_here(run, name)))
+    mine = [*options[:-1], 'risk', '--plugin', file]
+    with patch.dict(os.environ), patch.dict(STAGES):
+        r = command('train', *mine, '--from', 'small')
+        assert r.exit_code == 0 and executed == [], r.output
+        file.write_text(file.read_text() + '\n# Another text\n')
+        r = command('train', *mine)
+        assert r.exit_code == 0 and executed == [], r.output
 
 
 def test_finished_stages_are_not_repeated(finished):
@@ -839,7 +856,7 @@ def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
     fused = Run(tmp_path/'run', run.parent.parent/'data', values)
     run_stages(fused)
     assert here == ['decode', 'submit', 'report']
-    tuned = tuning.read_tuning(fused.dir/'decode_weights.json')
+    tuned = read_record(fused.dir/'decode_weights.json', tuning.Tuning)
     metrics = StageRun(fused, 'decode').stamp['metrics']
     gain = {k: metrics[k] for k in ('before', 'after', 'difference', 'trials', 'kept')}
     assert metrics == {'WER': pytest.approx(wer_of_lists(fused, 'decode'))} | tuned.weights._asdict() | gain

@@ -138,7 +138,7 @@ def encoder_config(name: str) -> type[EncoderConfig]:
     if package is None:
         names = encoder_names()
         raise ConfigError(f'model.name: there is no encoder {name!r}, expected {" or ".join(map(repr, names))}'
-                          f'{did_you_mean(str(name), names, "an encoder of a plugin needs --plugin FILE.py")}')
+                          f'{did_you_mean(str(name), names, "a plugin needs --plugin FILE.py or B2T_PLUGIN=FILE.py")}')
     try: classes = list(_import_encoder(package, name, Section)) # The package's EncoderConfig is not this notebook's
     except Exception as e: # Unfinished encoders must not affect others
         raise ConfigError(f'model.name = {name}: the encoder in {package} cannot be imported ({e!r})') from e

@@ -78,11 +78,13 @@ PLUGIN_VARIABLE = 'B2T_PLUGIN' # The plugin of this process and its child proces
 def use_plugin(path: str | Path) -> Path:
     "Execute a plugin, and add its stages; returns its absolute path. Raises `ConfigError`."
     path = Path(path).absolute()
-    stages = [c() for c in load_plugin(path).stages]
+    plugin = load_plugin(path)
+    stages = [c() for c in plugin.stages]
     ordered = _by_order(STAGES | {stage.name: stage for stage in stages})
     STAGES.clear()
     STAGES.update(ordered)
     for stage in stages: stage.uses_plugin = True
+    STAGES['train'].uses_plugin = STAGES['infer'].uses_plugin = bool(plugin.mark)
     os.environ[PLUGIN_VARIABLE] = str(path)
     return path
 
