@@ -1,12 +1,14 @@
 """LoRA on model classes with different layers: training is deterministic, keeps the model's weights, and saves
 atomically."""
 import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_lm
 
+from b2t_kaggle.lm import finetune as module
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences, token_sequences
 from b2t_kaggle.lm.finetune import _add_lora, _batch_loss, _tree_loss, finetune, save_adapter
 
@@ -116,6 +118,27 @@ def test_the_old_adapter_is_restored(folders, tmp_path, monkeypatch, error):
     assert moved[0] == tmp_path/'adapter' and moved[1].name == 'new'
     assert {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()} == old
     assert [p.name for p in tmp_path.iterdir()] == ['adapter']
+
+
+def test_an_interrupted_run_loses_no_step(folders, tmp_path, monkeypatch):
+    "It ends after the current step, which is saved, and continues to the same adapter."
+    def tune(folder):
+        model, tokenizer = load(folders['gpt2'])
+        finetune(model, tokenizer, TEXT, folder, epochs=1, batch_size=3, progress=False)
+        return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    whole = tune(tmp_path/'whole')
+    steps = []
+    def step(*args):
+        steps.append(args[-1])
+        if len(steps) == 4: os.kill(os.getpid(), signal.SIGINT)
+        return train_step(*args)
+
+    train_step = module._train_step
+    monkeypatch.setattr(module, '_train_step', step)
+    with pytest.raises(KeyboardInterrupt, match='4 of 9 steps are saved'): tune(tmp_path/'new')
+    assert not (tmp_path/'new').exists()
+    assert tune(tmp_path/'new') == whole and len(steps) == 9
 
 
 def test_the_log_has_few_lines(folders, tmp_path, monkeypatch, capsys):

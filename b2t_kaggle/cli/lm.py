@@ -169,6 +169,8 @@ def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     rescore.llm to it (or rescore.llm to MODEL, rescore.llm_adapter to it), and rescore.end=true."""
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
+    if output.exists() and any(output.iterdir()) and not (output/'adapter_config.json').exists():
+        raise click.UsageError(f'-o {output}: has other files, which an adapter would replace; choose a new folder')
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
                 lr=lr)
     echo(f'Wrote {output}')

@@ -19,6 +19,7 @@ from fastcore.basics import patch
 
 from ..core.files import atomic_path, replaced_folder
 from ..core.messages import tqdm
+from ..devices.interrupts import noted_interrupt
 from b2t_kaggle.lm.causal import (
     OVERFLOW_HINT,
     Capabilities,
@@ -64,7 +65,7 @@ def finetune(
     Raises `LanguageModelError` if the package peft is missing, if the model cannot take the sentences or if the loss
     is not finite (nothing is saved then), and `TrainingError` if another run was interrupted there."""
     require_package('peft', 'fine-tuning')
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     sentences = [s for s in sentences if s.strip()]
     sequences, n_given = token_sequences(tokenizer, sentences, end=True)
     if not sequences: raise LanguageModelError('fine-tuning: found no sentence, expected transcripts')
@@ -82,13 +83,15 @@ def finetune(
         state = TrainingState(folder.with_name(f'{folder.name}.training.pt'), marks, model, optimizer)
         first = state.restore(n_steps)
         bar = tqdm(range(first, n_steps), desc='LoRA', initial=first, total=n_steps, disable=not progress)
-        for step in bar:
-            state.save(step)
-            for group in optimizer.param_groups:
-                group['lr'] = lr*lr_factor(step + 1, n_steps//10, n_steps + 1, 0., 'cosine')
-            loss = _train_step(model, optimizer, [sequences[i] for i in batches[step]], n_given, can,
-                               f'step {step + 1} of {n_steps}')
-            bar.set_postfix(loss=f'{loss:.2f}', refresh=False)
+        with noted_interrupt() as is_interrupted:
+            for step in bar:
+                state.save(step, is_interrupted())
+                if is_interrupted(): raise KeyboardInterrupt(f'{step:,} of {n_steps:,} steps are saved.')
+                for group in optimizer.param_groups:
+                    group['lr'] = lr*lr_factor(step + 1, n_steps//10, n_steps + 1, 0., 'cosine')
+                loss = _train_step(model, optimizer, [sequences[i] for i in batches[step]], n_given, can,
+                                   f'step {step + 1} of {n_steps}')
+                bar.set_postfix(loss=f'{loss:.2f}', refresh=False)
     save_adapter(model.eval(), folder)
     state.path.unlink(missing_ok=True)
     return model
@@ -144,9 +147,9 @@ def model_mark(
 
 # %% ../../nbs/lm/04_finetune.ipynb #c020
 @patch
-def save(self: TrainingState, step: int) -> None:
-    "Write the file atomically, unless it was written recently."
-    if time.monotonic() - self.saved <= self.every: return
+def save(self: TrainingState, step: int, now: bool = False) -> None:
+    "Write the file atomically, now or if it was not written recently."
+    if not now and time.monotonic() - self.saved <= self.every: return
     state = dict(marks=self.marks, step=step, weights=self.weights, optimizer=self.optimizer.state_dict(),
                  rng=torch.get_rng_state(),
                  cuda_rng=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
