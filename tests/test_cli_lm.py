@@ -1,6 +1,8 @@
 "Each verb and option of `b2t lm …`; a failing command reports the reason, and existing files stay unchanged."
 import errno
 import re
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -149,3 +151,24 @@ def test_report(made):
 def test_report_refuses(args, code, message, made):
     found, output = lm('report', *(a if a.startswith('--') else made/a for a in args))
     assert found == code and re.search(f'(?s)Error: .*{message}', output), output
+
+
+def test_an_output_does_not_replace_an_input(made):
+    for args in ('build', 'text.txt', '-o', 'text.txt'), ('build', '-o', './text.txt', 'dev.txt', 'text.txt'):
+        code, output = lm(args[0], *(made/a if a.endswith('.txt') else a for a in args[1:]))
+        assert code == 2 and 'is also an input; choose another name' in output, output
+    assert (made/'text.txt').read_text() == TEXT
+
+
+def test_fine_tuning_keeps_other_files(made, tmp_path):
+    (tmp_path/'results').mkdir()
+    (tmp_path/'results'/'kept.csv').write_text('mine')
+    code, shown = lm('finetune', tmp_path/'no_model', made/'dev.txt', '-o', tmp_path/'results')
+    assert code == 2 and 'has other files, which an adapter would replace' in shown, shown
+    assert (tmp_path/'results'/'kept.csv').read_text() == 'mine'
+
+
+def test_a_warning_is_one_line(made, tmp_path):
+    command = [sys.executable, '-m', 'b2t_kaggle.cli', 'lm', 'build', made/'dev.txt', '-o', tmp_path/'lm.arpa']
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
+    assert 'UserWarning: ' in shown and 'lm.py' not in shown and 'build_ngram(' not in shown, shown

@@ -23,7 +23,7 @@ import click
 
 import b2t_kaggle
 from ..core.files import explain_error, reached_limit
-from ..core.messages import command_name, did_you_mean, printable, with_command_name
+from ..core.messages import command_name, did_you_mean, plain_warnings, printable, with_command_name
 from ..devices.interrupts import Ended, ended_when_asked, noted_interrupt
 
 # %% ../../nbs/cli/00_command.ipynb #c006
@@ -147,6 +147,7 @@ class _Main(LazyGroup):
         # Spinning OpenMP threads are many times slower on a busy machine; torch reads this when imported
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
         if not sys.stderr.isatty(): os.environ.setdefault('B2T_PIPED', '1') # For progress bars
+        plain_warnings()
         try: return super().main(*args, **dict(prog_name=command) | options)
         except OSError as e: # The help or a verb's last lines could not be printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python fails again at exit

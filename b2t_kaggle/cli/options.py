@@ -36,6 +36,16 @@ class _Output(click.Path):
         except WriteError as e: self.fail(str(e), param, ctx)
         return path
 
+class _OutputOption(click.Option):
+    "An output that may not replace an input of the same command."
+    def handle_parse_result(self, ctx, opts, args):
+        output = Path(opts.get(self.name) or '')
+        inputs = [x for name, value in opts.items() if name != self.name
+                  for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, str)]
+        if output.is_file() and any(Path(x).exists() and output.samefile(x) for x in inputs):
+            raise click.UsageError(f'-o {output} is also an input; choose another name', ctx)
+        return super().handle_parse_result(ctx, opts, args)
+
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = _Output(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -88,7 +98,7 @@ set_option = partial(click.option, '--set', 'overrides', multiple=True, callback
 text_option = partial(click.option, '--text', 'texts', multiple=True, type=TEXT, metavar='FILE|FOLDER',
                       help='Text of the language models, a file or a folder of sessions; may be repeated. An LLM\'s '
                            'start token is chosen by it, and errors in its sentences are counted separately.')
-output_option = partial(click.option, '-o', '--output', required=True, type=OUTPUT)
+output_option = partial(click.option, '-o', '--output', cls=_OutputOption, required=True, type=OUTPUT)
 dtype_option = partial(click.option, '--dtype', default='auto', show_default=True,
                        type=Choice(['auto', 'float32', 'bfloat16', 'float16']))
 
