@@ -225,3 +225,15 @@ def test_results_of_lists_that_were_decoded_again_are_refused(runs):
     write_hypotheses(folder/'one'/'hypotheses'/'decode_val.jsonl', h)
     status, told = compare('one', 'two')
     assert status == 1 and 'does not match the hypotheses of this run' in told and 'b2t report' in told
+
+
+def test_files_without_references(runs):
+    "Different trials are an error, such as a truncated file, and so is a file of references without any."
+    folder, compare = runs
+    a, b, c = (folder/f'{name}.txt' for name in 'abc')
+    for path, n in (a, 9), (b, 9), (c, 3): path.write_text('how are you\n'*n)
+    assert 'References are unknown' in compare(a, b)[1]
+    assert compare(a, c) == (1, 'Error: found different trials: a 9 trials, c 3 trials; expected the same trials for '
+                                'all systems\n')
+    status, shown = compare(a, b, '--truth', b)
+    assert status == 1 and 'b.txt: no trial has a reference' in shown, shown

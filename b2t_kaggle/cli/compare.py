@@ -132,8 +132,12 @@ def compare(sources, truth, blocks, texts, out):
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
     references = _references(systems, truth)
     if not any(references.values()):
+        if truth: raise click.ClickException(f'{truth}: no trial has a reference, the field "reference" in .jsonl')
         best = {name: {row['trial']: normalize_sentence(row['text']) for row in rows}
                 for name, rows in systems.items()}
+        if len({*map(frozenset, best.values())}) > 1:
+            sizes = ', '.join(f'{name} {counted(len(rows), "trial")}' for name, rows in systems.items())
+            raise click.ClickException(f'found different trials: {sizes}; expected the same trials for all systems')
         table = comparison.disagreement(best).map(percent).to_string(line_width=terminal_width())
         return echo(f'References are unknown. Words that differ between any two:\n{table}')
     tables = _tables(systems, references, blocks, texts)

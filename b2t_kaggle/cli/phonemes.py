@@ -28,16 +28,15 @@ from b2t_kaggle.cli.options import (
 )
 from .run import run_until, stage_help
 from ..config import LLMConfig, load_config
-from ..core.reading import read_text
 from ..decoding.phoneme_lists import decoder
 from ..decoding.phoneme_lists.lists import read_phoneme_lists
 from ..lm.arpa import model_words
 from ..lm.automaton import Automaton
-from ..lm.corpus import read_sentences
+from ..lm.corpus import read_sentences, read_vocabulary
 from ..metrics import IN_SAMPLE, percent, word_error_rate
 from ..metrics.comparison import seen_rates
 from ..phonemes import build_lexicon
-from ..pipeline.foreign_logits import read_log_probs
+from ..pipeline.foreign_logits import order_hint, read_log_probs
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c004
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
@@ -51,7 +50,7 @@ _llm = with_options(
     dtype_option(help="Type of the LLM's weights."))
 
 def _open_model(lm_path: Path, words: Path | None):
-    vocabulary = read_text(words).split() if words else model_words(lm_path)
+    vocabulary = read_vocabulary(words) if words else model_words(lm_path)
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
 def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, dtype: str, llm_prompt: str | None):
@@ -71,8 +70,9 @@ def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, 
 def confusions(lists, lm_path, words, output, texts, **llm):
     """Learn a model’s confusions from phoneme lists.
 
-    LISTS are the best phoneme sequences of trials with known sentences: JSON Lines, with `five_best`, `phonemes` and
-    `sentence` in each line. The weights of the n-gram and an LLM are also learned, for `b2t decode-phonemes`."""
+    LISTS are the best phoneme sequences of trials with known sentences: JSON Lines, with `five_best`, `nbest` or
+    `greedy`, and `phonemes` and `sentence` in each line. The weights of the n-gram and an LLM are also
+    learned, for `b2t decode-phonemes`."""
     trials = read_phoneme_lists(lists, labelled=True)
     model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(texts, **llm))
     decoder.save_confusions(output, model)
@@ -107,7 +107,10 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, te
     lexicon, lm = _open_model(lm_path, words)
     scores = _open_llm(texts, **llm)
     sentences = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
-    decoder.write_sentences(output, [t.fields for t in trials], sentences)
+    numbered = len({t.fields.get('trial') for t in trials}) < len(trials) # Trials need different names
+    facts = [t.fields | (dict(trial=i) if numbered else {}) | (dict(reference=t.sentence) if t.sentence else {})
+             for i, t in enumerate(trials)]
+    decoder.write_sentences(output, facts, sentences)
     if all(t.sentence for t in trials):
         references, best = [t.sentence for t in trials], [h[0].text for h in sentences]
         rate = word_error_rate(references, best)
@@ -121,7 +124,7 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, te
 
 LOGITS of another program (.pkl, .npz, .npy) are decoded with --folder, without a run.""")
 @click.argument('logits', nargs=-1, type=click.Path(exists=True, path_type=Path), metavar='[LOGITS]...')
-@click.option('--folder', type=EXISTING_FOLDER, help='Folder of lexicon.txt, tokens.txt and lm.bin, for LOGITS.')
+@click.option('--folder', type=EXISTING_FOLDER, help='Folder of lexicon.txt and lm.bin, for LOGITS.')
 @click.option('--classes', default='blank-sil-last', show_default=True,
               help='Order of the classes in LOGITS, as for `b2t import-logits`.')
 @click.option('--llm', metavar='MODEL', help='Causal language model that ranks the sentences of LOGITS.')
@@ -140,6 +143,7 @@ def decode(force, logits, folder, classes, llm, output, overrides, **options):
     options = dict(nbest=100, tokens=None) | {known[key]: getattr(cfg, known[key]) for key in overrides}
     for name in 'boost', 'llm_weight': options.pop(name, None)
     trials = [trial for path in logits for trial in read_log_probs(path, classes)]
+    if hint := order_hint([t.logits for t in trials], []): echo(f'{hint}; --classes names the order', err=True)
     lists = LexiconBeamDecoder.from_folder(folder, cfg.boost, **options).decode_all([t.logits for t in trials])
     if llm:
         from b2t_kaggle.lm.causal import load_lm  # Needs torch
