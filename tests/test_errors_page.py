@@ -1,5 +1,6 @@
 """The pages of a run's errors and of a replay in a real browser: sorting, filtering, opening a trial, playback, width
 and size."""
+import base64
 import json
 import time
 
@@ -110,3 +111,11 @@ def test_trials_can_be_sorted_filtered_and_opened(run, page):
         b.show(page, 390)
         b.run(OPEN)
         assert b.run('return document.documentElement.scrollWidth') == 390
+
+
+@pytest.mark.parametrize('n_features', [12, 16, 40])
+def test_a_picture_of_features_is_never_empty(n_features):
+    "Even if there are fewer features than rows."
+    x = np.random.default_rng(0).normal(size=(100, n_features)) + 5*np.arange(n_features)
+    picture = np.frombuffer(base64.b64decode(explore.feature_picture(x)), np.uint8).reshape(explore.FEATURE_ROWS, -1)
+    assert (np.diff(picture.mean(1)) >= 0).all() and picture.mean(1)[-1] > picture.mean(1)[0] + 50

@@ -76,7 +76,7 @@ def check(folder, config_, overrides):
 
     The exit status is 1 if there are any."""
     keys = [key for key in STAGES['check'].config if key != 'data.dataset_dir']
-    cfg = _config_for('check', keys, config_, None, overrides).data
+    cfg = _config_for('check', [*keys, 'model.neural_dim'], config_, None, overrides).data
     problems = validate(folder, sessions=cfg.sessions, bad_trials=cfg.bad_trials_dict, dtype=cfg.dtype,
                         feature_subset=cfg.feature_subset)
     n = len(cfg.sessions or list_sessions(folder))
@@ -99,6 +99,9 @@ def show(session, trial, split, output):
 
     from b2t_kaggle.data.plots import plot_features
     key = f'trial_{int(trial):04d}' if trial and trial.isdecimal() else trial
+    output = output or Path('-'.join(filter(None, [session.name, key])) + '.png')
+    if output.suffix not in ('.png', '.pdf', '.svg'):
+        raise click.UsageError(f'-o {output}: expected a name that ends in .png, .pdf or .svg')
     path, means = session_path(session.parent, session.name, split), []
     for t in iter_trials(path):
         if t.key == key: break
@@ -106,7 +109,6 @@ def show(session, trial, split, output):
     if key is None: fig = plot_features(np.stack(means), f'{session.name}, {split}: means of {len(means)} trials')
     elif t.key != key: raise click.ClickException(f'{path} has no {key}; its last trial is {t.key}')
     else: fig = plot_features(t.features, f'{session.name}, {key}: {t.sentence or "test trial"}', 'seconds', 0.02)
-    output = output or Path('-'.join(filter(None, [session.name, key])) + '.png')
     fig.savefig(output)
     echo(f'Wrote {output}')
 

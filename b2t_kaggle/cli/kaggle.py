@@ -22,7 +22,7 @@ from ..core.messages import counted
 from ..devices.kaggle_machines import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import Client, check_id, connect, write_kernel
 from ..kaggle.cycle import Cycle, Plan, list_recipes, read_plan, save_plan, wheels_slug
-from ..kaggle.session import is_ngram
+from ..kaggle.session import kind_of_file
 from ..kaggle.wheels import Image, build_wheels
 from ..lm.public_models import MODELS
 
@@ -47,7 +47,6 @@ def wheels(image, python, output, packages):
     """Make a folder of wheels for runtimes without the internet.
 
     It has the kit, and the packages that it needs and the image lacks. This machine needs the internet.
-
     With --python the image's versions are unknown, and are assumed to be suitable."""
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
@@ -86,8 +85,7 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
               help='Attach a dataset, such as wheels, or a Kaggle model; may be repeated.')
 @click.option('--kernel', 'kernels', multiple=True, metavar='OWNER/SLUG',
               help="Attach a notebook's output, such as the training to continue.")
-@click.option('--internet/--no-internet', default=False, show_default=True,
-              help='Whether the runtime has internet.')
+@click.option('--internet/--no-internet', default=False, show_default=True, help='Whether the runtime has internet.')
 @click.option('-o', '--output', type=FOLDER, help='Folder to write. Default: kaggle-SLUG.')
 def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, output):
     "Push NOTEBOOK to Kaggle, which runs all its cells."
@@ -123,15 +121,12 @@ def _ngram(lm: str, owner: str) -> tuple[str | None, str | None]:
     "Dataset with an n-gram, and the public model or file that it is made from."
     if lm == 'none': return None, None
     name = 'imagineville-small' if lm == 'imagineville' else lm
-    if name in MODELS and MODELS[name].files:
-        raise click.BadParameter(f'--lm {lm}: is for `LexiconBeamDecoder.from_folder`; expected an n-gram in one file')
-    if name in MODELS: return f'{owner}/b2t-{name}', name
-    if (path := Path(lm)).is_file():
-        if is_ngram(path): return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
-        raise click.BadParameter(f'--lm {lm}: expected an ARPA file, a KenLM binary, or the wheel of pocketsphinx')
-    if '/' in lm: return check_id(lm), None
-    raise click.BadParameter(f'--lm {lm}: expected a public model (`b2t lm get` lists them), a file, a dataset '
-                             'OWNER/SLUG, or none')
+    if name in MODELS and not MODELS[name].files: return f'{owner}/b2t-{name}', name # A single ARPA file
+    if (path := Path(lm)).is_file() and kind_of_file(path) in ('ngrams', 'general'):
+        return f'{owner}/b2t-lm-{sha256(path)[:8]}', str(path.resolve())
+    if '/' in lm and not path.exists(): return check_id(lm), None
+    raise click.BadParameter(f'--lm {lm}: expected a public model in one file (`b2t lm get` lists them), an ARPA file, '
+                             'a KenLM binary, the wheel of pocketsphinx, a dataset OWNER/SLUG, or none')
 
 @kaggle.command()
 @_on

@@ -340,7 +340,7 @@ def get_from_kaggle(
     folder = Path(folder)
     if not _missing(folder): return _recordings_folder(folder)
     archive = folder/f'{COMPETITION}.zip'
-    program = shutil.which('kaggle')
+    program = None if zipfile.is_zipfile(archive) else shutil.which('kaggle')
     if not program and not archive.exists():
         raise DownloadError(f'kaggle is not installed: pip install kaggle, then {_ACCESS}')
     # The exact size of the contents is checked before they are unpacked

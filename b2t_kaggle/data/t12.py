@@ -161,6 +161,9 @@ def text_files(
     folder, splits = Path(folder), SPLITS[:1 + with_val]
     files = [session_path(folder, s, split) for s in list_sessions(folder) for split in splits]
     found = [path for path in files if path.exists()]
+    if not found and not [*folder.glob('*/*.mat'), *folder.glob('competitionData/*/*.mat')]:
+        raise SessionError(Problem(str(folder), '', '', 'no sessions', 't15.YYYY.MM.DD/data_train.hdf5, or files of '
+                                   'T12 such as train/t12.YYYY.MM.DD.mat', 'check the path'))
     return found or [sources[s] for sources in _sources(folder)[1].values() for s in splits if s in sources]
 
 def train_sentences(

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['TEMPERATURES', 'MIN_TRIALS', 'WordEvidence', 'word_evidence', 'area_under_roc', 'Quality', 'Calibration', 'quality',
-           'cross_calibrate', 'write_calibration', 'read_calibration', 'plot_reliability']
+           'cross_calibrate', 'write_record', 'read_record', 'plot_reliability']
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c003
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -127,15 +127,15 @@ def cross_calibrate(
                        before, validated)
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c020
-def write_calibration(path: str | Path, calibration: Calibration) -> None:
-    "Write a calibration as JSON, atomically."
-    write_whole(path, json.dumps(asdict(calibration)))
+def write_record(path: str | Path, record: Any) -> None:
+    "Write a dataclass as JSON, atomically."
+    write_whole(path, json.dumps(asdict(record)))
 
-def read_calibration(path: str | Path) -> Calibration:
-    "Read a calibration; raises a `ValueError` that names the file if it does not contain one."
-    try: return TypeAdapter(Calibration).validate_json(read_text(path))
+def read_record(path: str | Path, kind: type[Any]) -> Any:
+    "Read a dataclass of this kind; raises a `ValueError` that names the file if it does not contain one."
+    try: return TypeAdapter(kind).validate_json(read_text(path))
     except (OSError, ValueError) as e:
-        raise ValueError(f'{path}: not a calibration ({e!r:.200}); decode again') from None
+        raise ValueError(f'{path}: not a {kind.__name__.lower()} ({e!r:.200}); decode again') from None
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c023
 def plot_reliability(calibration: Calibration):

@@ -156,8 +156,7 @@ class LexiconBeamDecoder:
         if self.options.lm_weight or self.options.fusion is not None: check_words(lm, words)
         if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
         ngram = AutomatonScorer(lm, words) if isinstance(lm, Automaton) else lm
-        scorer = ngram if isinstance(ngram, AutomatonScorer) else KenLMScorer(ngram, words)
-        unigrams = scorer.unigrams()
+        unigrams = (ngram if isinstance(ngram, AutomatonScorer) else KenLMScorer(ngram, words)).unigrams()
         self._plain = Vocabulary(words, {w: i for i, w in enumerate(words)}, self.classes,
                                  pronunciations(spellings, self.classes.word_end), ngram,
                                  build_trie(spellings, unigrams[:-1], self.classes))

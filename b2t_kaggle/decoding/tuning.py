@@ -4,26 +4,21 @@
 
 # %% auto #0
 __all__ = ['Grid', 'Point', 'SearchWeights', 'given_weights', 'weight_grid', 'Tuning', 'tune_search', 'speed_front',
-           'reason_not_to_tune', 'write_tuning', 'read_tuning']
+           'reason_not_to_tune']
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c003
-import json
 import time
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from pydantic import TypeAdapter
 
 from ..config import DecodeConfig
-from ..core.files import write_whole
 from ..core.messages import tqdm
-from ..core.reading import read_text
 from .calibration import MIN_TRIALS
 from .decoder import LexiconBeamDecoder
 from .nbest import Hypothesis
@@ -283,12 +278,3 @@ def reason_not_to_tune(cfg: DecodeConfig, n_trials: int) -> str:
     if n_trials < MIN_TRIALS: return f'{n_trials} validation trials are too few, expected at least {MIN_TRIALS}'
     return ''
 
-def write_tuning(path: str | Path, tuning: Tuning) -> None:
-    "Write the result of tuning to a file, atomically."
-    write_whole(path, json.dumps(asdict(tuning)))
-
-def read_tuning(path: str | Path) -> Tuning:
-    "Read a tuning; raises a `ValueError` that names a file without one."
-    try: return TypeAdapter(Tuning).validate_json(read_text(path))
-    except (OSError, ValueError) as e:
-        raise ValueError(f'{path}: not the weights of a search ({e!r:.200}); decode again') from None

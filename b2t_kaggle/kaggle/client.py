@@ -105,10 +105,7 @@ class Client:
 
     def find_submission(self, competition: str, description: str) -> Any | None:
         "Submission with this description among the last hundred: `status`, `public_score`, `private_score`."
-        request = f'submissions to {competition}'
-        try: sent = ask(request, self.api.competition_submissions, competition, page_size=100)
-        except KeyError as e:
-            raise KaggleError(printable(f'{request}: this client does not know the state {e.args[0]}')) from None
+        sent = ask(f'submissions to {competition}', self.api.competition_submissions, competition, page_size=100)
         return next((s for s in sent or [] if s.description == description), None)
 
     def submit(self, competition: str, path: Path, description: str) -> None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OFFICIAL', 'TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'LLM', 'PINNED', 'Attached', 'NotebookError',
-           'is_ngram', 'in_stamp', 'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission',
+           'kind_of_file', 'in_stamp', 'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission',
            'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
@@ -109,7 +109,8 @@ _KENLM = b'mmap lm ' # Copied from lm.arpa, which needs Numba; it may be missing
 def _head(path: Path) -> bytes:
     with open(path, 'rb') as f: return f.read(1 << 16)
 
-def _kind_of_file(path: Path) -> str | None:
+def kind_of_file(path: Path) -> str | None:
+    "Kind of input that `submit.ipynb` takes a file for, as a field of `Attached`."
     name = path.name
     if name in BEST.values(): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if b'"kind": "log_probs"' in _head(path) else None
@@ -119,10 +120,6 @@ def _kind_of_file(path: Path) -> str | None:
     if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
     is_binary = name.endswith(('.bin', '.binary', '.klm', '.kenlm')) and _head(path).startswith(_KENLM)
     return 'ngrams' if is_binary else None
-
-def is_ngram(path: Path) -> bool:
-    "Whether `submit.ipynb` would use a file as an n-gram."
-    return _kind_of_file(path) in ('ngrams', 'general')
 
 def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[str]:
     "Kinds of input in a folder, as fields of `Attached`."
@@ -146,7 +143,7 @@ def _find_attached(input_dir: str | Path) -> Attached:
         for kind in kinds: paths[kind].append(folder.parent if kind == 'recordings' else folder)
         if kinds & {'runs', 'recordings', 'llms'}: folders.clear()
         for file in files if 'runs' not in kinds else ():
-            if kind := _kind_of_file(folder/file): paths[kind].append(folder/file)
+            if kind := kind_of_file(folder/file): paths[kind].append(folder/file)
     return Attached(**{kind: tuple(sorted({*places})) for kind, places in paths.items()})
 
 # %% ../../nbs/kaggle/00_session.ipynb #c016

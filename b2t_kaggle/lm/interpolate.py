@@ -88,8 +88,7 @@ def interpolate_ngrams(
         shares = np.asarray(weights, float)/np.sum(weights)
     elif dev is not None and weights is None:
         sentences = list(read_sentences(dev))
-        tuned = interpolation_weights(np.stack([_word_probabilities(load_ngram(p), sentences) for p in paths], axis=1))
-        shares = tuned/tuned.sum()
+        shares = interpolation_weights(np.stack([_word_probabilities(load_ngram(p), sentences) for p in paths], axis=1))
     else: raise ValueError('give a development text to tune the weights on, or weights')
     as_read = [read_arpa(p) for p in paths]
     words = list(dict.fromkeys(w for m in as_read for w in m.words))

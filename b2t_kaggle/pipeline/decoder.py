@@ -71,16 +71,17 @@ def open_llm(run: Run, cfg: LLMConfig, prompt: int | str = 0) -> tuple[Any, Any]
 
 def search_tuning(run: Run):
     "`Tuning` of the stage `decode`; None if it tuned nothing, or its result is out of date."
-    from b2t_kaggle.decoding.tuning import read_tuning
-    return read_tuning(run.dir/WEIGHTS) if _is_made(run, 'decode', run.dir/WEIGHTS) else None
+    from b2t_kaggle.decoding.calibration import read_record
+    from b2t_kaggle.decoding.tuning import Tuning
+    return read_record(run.dir/WEIGHTS, Tuning) if _is_made(run, 'decode', run.dir/WEIGHTS) else None
 
 def _confidence_path(run: Run, stage: str) -> Path: return run.dir/f'{stage}_confidence.json'
 
 def known_calibration(run: Run, stage: str = 'decode'):
     "`Calibration` of a stage's confidences; None without one, or if its result is out of date."
-    from b2t_kaggle.decoding.calibration import read_calibration
+    from b2t_kaggle.decoding.calibration import Calibration, read_record
     path = _confidence_path(run, stage)
-    return read_calibration(path) if _is_made(run, stage, path) else None
+    return read_record(path, Calibration) if _is_made(run, stage, path) else None
 
 def _is_made(run: Run, stage: str, path: Path) -> bool:
     made = StageRun(run, stage)
@@ -103,7 +104,7 @@ def _calibrate(run: Run, stage: str, lists: 'Sequence[Sequence[Hypothesis]]', re
     else:
         sentences = list(map(normalize_sentence, references.values()))
         result = calibration.cross_calibrate([lists[i] for i in references], sentences)
-        calibration.write_calibration(path, result)
+        calibration.write_record(path, result)
         return result
     print(f'The confidences of words are not calibrated: {reason}.')
 

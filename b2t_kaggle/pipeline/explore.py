@@ -172,7 +172,8 @@ def _base64(values: np.ndarray) -> str: return base64.b64encode(np.uint8(values)
 
 def feature_picture(features: np.ndarray) -> str:
     "Features [T, F] as 16 rows of at most 48 byte-sized means: 128 plus 32 per standard deviation."
-    rows = np.array_split(np.asarray(features, np.float32), FEATURE_ROWS, axis=1)
+    n = max(features.shape[1], FEATURE_ROWS) # Fewer features are repeated, for rows that are not empty
+    rows = np.array_split(np.float32(features)[:, np.arange(n)*features.shape[1]//n], FEATURE_ROWS, axis=1)
     means = np.stack([r.mean(1) for r in rows])
     columns = np.array_split(means, min(N_COLUMNS, means.shape[1]), axis=1)
     picture = np.stack([c.mean(1) for c in columns], axis=1)

@@ -247,7 +247,8 @@ def nbest_path(self: Run, split: str, stage: str | None = None) -> Path:
 def nbest(self: Run, split: str, stage: str | None = None) -> list[list]:
     "N-best lists, by default the submission's. Raises `PipelineError` if a split has no log-probabilities."
     if split not in self.splits:
-        raise PipelineError(f'{self.dir}: no log-probabilities of {split}; add a LogitStore of it to infer.logits')
+        raise PipelineError(f'{self.dir}: no log-probabilities of {split}; `b2t infer` on this run makes them, or add '
+                            'a LogitStore of it to infer.logits')
     from b2t_kaggle.decoding.nbest import read_nbest
     return read_nbest(self.nbest_path(split, stage))
 

@@ -266,8 +266,8 @@ def fit(
         if trainer.step > first: loop.checkpoints.verify()
     except CheckpointError as e:
         if not str(e).startswith(f'{last}:'): raise
-        raise CheckpointError(f'{e}. Without a copy, start over with `b2t train --force train`, or begin with a copy '
-                              f'of {BEST[trainer_class.framework]} (train.init_checkpoint_path)') from None
+        raise CheckpointError(f'{e}. Without a copy, start over with the same command and `--force train`, or begin '
+                              f'with a copy of {BEST[trainer_class.framework]} (train.init_checkpoint_path)') from None
     except Exception as e:
         raise_if_oom(e, backend.device.name, cfg, trainer)
         raise

@@ -119,7 +119,7 @@ def _rebuild_best(self: Checkpoints, figures: dict | None) -> None:
     if t.is_refitting:
         raise TrainingError(f'{self.best} is lost, and {self.last} cannot replace it: it has been trained on val '
                             f'since batch {t.refit_from} (train.refit). Restore {self.best.name} from a copy, or '
-                            'start over with `b2t train --force train`')
+                            'start over with the same command and `--force train`')
     bad_evals = t.best.bad_evals
     t.best = BestTracker()
     t.is_best(self.budget.timed('validate', t.validate), True)

@@ -13,7 +13,7 @@ from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stag
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
 def _tuning(run, decoder, spoken):
-    from b2t_kaggle.decoding import tuning
+    from b2t_kaggle.decoding import calibration, tuning
     from b2t_kaggle.pipeline.decoder import WEIGHTS
     path = run.dir/WEIGHTS
     path.unlink(missing_ok=True)
@@ -27,7 +27,7 @@ def _tuning(run, decoder, spoken):
     if cfg.tune == 'cost':
         _, setting = tuning.speed_front(decoder.with_options(**result.weights._asdict()), *trials)
         result = replace(result, cheapest=setting)
-    tuning.write_tuning(path, result)
+    calibration.write_record(path, result)
     return result
 
 def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:

@@ -66,6 +66,7 @@ class ScheduledFloat(nn.Module):
         super().__init__()
         self.schedule = PiecewiseLinear(*pairs)
         self.default = default
+        self.name = None
         self.batch_count = None # A float, or a tensor `[]` on the device
 
     def value(self) -> float | Tensor:

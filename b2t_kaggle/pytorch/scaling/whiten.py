@@ -120,6 +120,7 @@ class Whiten(nn.Module):
         self.num_groups = num_groups
         self.whitening_limit = whitening_limit
         self.grad_scale = grad_scale
+        self.name = None
         self.min_prob, self.max_prob = prob if isinstance(prob, tuple | list) else (prob, prob)
         self.state = _Probability(self.min_prob, self.max_prob)
 

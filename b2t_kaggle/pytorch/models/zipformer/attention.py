@@ -161,7 +161,6 @@ class NonlinAttention(nn.Module):
         hidden_channels: int, # Number of channels to average
     ):
         super().__init__()
-        self.hidden_channels = hidden_channels
         self.in_proj = Linear(channels, 3 * hidden_channels)
         self.balancer = Balancer(hidden_channels, channel_dim=-1,
                                  min_positive=ScheduledFloat((0.0, 0.25), (20000.0, 0.05)),
