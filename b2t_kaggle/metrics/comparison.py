@@ -240,7 +240,7 @@ def changed_trials(
 def verdict(
     results: Mapping[str, pd.DataFrame], # Tables of `same_trials` by system
 ) -> str:
-    "A line that says whether each other system is better or worse than the first."
+    "A line for each other system, which says whether it is better or worse than the first."
     first, *names = measured = {name: measure(table)[WER] for name, table in results.items()}
     trials = len(measured[first])
     clauses = []
@@ -254,7 +254,7 @@ def verdict(
             f'to {hundredths(high)}), about {words:,} of the {LEADERBOARD_WORDS:,} words on the leaderboard'
             if difference.is_clear and trials >= FEW_TRIALS else
             f'{name} and {first}: no significant difference on {trials:,} trials ({name} − {first}: {difference})')
-    return '; '.join(clauses)
+    return '\n'.join(clauses)
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c031
 def disagreement(
