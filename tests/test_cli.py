@@ -24,6 +24,7 @@ from b2t_kaggle.config import load_config, preset, save_config
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PLUGIN_VARIABLE, STAGES
 from b2t_kaggle.pipeline.stages.infer import SPLIT_VARIABLE
+from b2t_kaggle.pipeline.sweep import Sweep
 
 
 def verbs(command=cli.main, path=()):
@@ -133,9 +134,12 @@ BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'sig
 
 
 def seen(value):
-    "A recorded value; runs are recorded with their folders and configuration."
+    "A recorded value; runs are recorded with their folders and configuration, sweeps with their run and options."
     if isinstance(value, Run): return str(value.dir), str(value.work), value.cfg.dump(), value.origin
-    return repr(value)
+    if isinstance(value, Sweep): return seen(value.run), value.ranges, value.startup, value.storage
+    text = repr(value)
+    assert ' object at 0x' not in text, f'{text}: two equal ones would differ'
+    return text
 
 
 @pytest.fixture

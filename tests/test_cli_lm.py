@@ -66,7 +66,7 @@ def made(tmp_path_factory):
     ('mix a/lm.arpa b/lm.arpa --weights 1', 1, 'expected 2'),
     ('mix a/lm.arpa b/lm.arpa --weights 0,0', 1, 'expected 2 finite numbers from 0, not all 0'),
     ('mix a/lm.arpa b/lm.arpa --dev empty.txt', 1, 'no model knows a word'),
-    ('mix a/lm.arpa b/lm.arpa', 1, 'give a development text'),
+    ('mix a/lm.arpa b/lm.arpa', 1, 'give either a development text'),
     ('mix text.txt --weights 1', 1, 'text.txt: line 1: found'),
     ('prune a/lm.arpa', 2, '--threshold'),
     ('prune a/lm.arpa --threshold nan', 2, '--threshold.*nan is not'),
@@ -164,7 +164,7 @@ def test_fine_tuning_keeps_other_files(made, tmp_path):
     (tmp_path/'results').mkdir()
     (tmp_path/'results'/'kept.csv').write_text('mine')
     code, shown = lm('finetune', tmp_path/'no_model', made/'dev.txt', '-o', tmp_path/'results')
-    assert code == 2 and 'has other files, which an adapter would replace' in shown, shown
+    assert code == 2 and 'the adapter would replace its files' in shown, shown
     assert (tmp_path/'results'/'kept.csv').read_text() == 'mine'
 
 
@@ -172,3 +172,8 @@ def test_a_warning_is_one_line(made, tmp_path):
     command = [sys.executable, '-m', 'b2t_kaggle.cli', 'lm', 'build', made/'dev.txt', '-o', tmp_path/'lm.arpa']
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
     assert 'UserWarning: ' in shown and 'lm.py' not in shown and 'build_ngram(' not in shown, shown
+
+
+def test_a_model_is_no_text(made, tmp_path):
+    code, output = lm('build', made/'a'/'lm.arpa', '-o', tmp_path/'lm.arpa')
+    assert code == 1 and 'lm.arpa: an n-gram, expected text' in output and not (tmp_path/'lm.arpa').exists(), output

@@ -122,11 +122,10 @@ def compare(sources, truth, blocks, texts, out):
     """Compare runs or files of hypotheses, with intervals.
 
     Shows word and phoneme error rates by corpus, length, session, and seen or unseen sentences,
-    differences from the first system, and trials that others fixed or broke (`b2t errors RUN
-    --before FIRST` shows all of them). RUN_OR_FILE is a run
-    whose report is done (its name or folder), or a file of hypotheses of the same trials (.jsonl in the kit's form, a
-    submission .csv, sentences .txt); each system in it is compared. Without references, as for submissions,
-    a table shows how many words differ between any two systems."""
+    differences from the first system, and trials that others fixed or broke (all: `b2t errors RUN
+    --before FIRST`). RUN_OR_FILE is a run whose report is done (its name or folder), or a file of hypotheses of the
+    same trials (.jsonl in the kit's form, a submission .csv, sentences .txt); each system in it is compared.
+    Without references, as for submissions, a table shows how many words differ between any two systems."""
     systems = _systems(sources, out, truth)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')

@@ -103,7 +103,7 @@ def import_model(source, output):
 @_models
 @_output
 @click.option('--dev', type=FILE, help='Sentences of the task, one per line, for tuning the weights.')
-@click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Fixed weights instead, such as 0.7,0.3.')
+@click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Weights instead, such as 0.7,0.3; scaled to 1.')
 def interpolate(models, output, dev, weights):
     "Interpolate several models into one."
     echo(interpolate_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
@@ -170,7 +170,7 @@ def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
     if output.exists() and any(output.iterdir()) and not (output/'adapter_config.json').exists():
-        raise click.UsageError(f'-o {output}: has other files, which an adapter would replace; choose a new folder')
+        raise click.UsageError(f'-o {output}: the adapter would replace its files; choose a new folder')
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
                 lr=lr)
     echo(f'Wrote {output}')

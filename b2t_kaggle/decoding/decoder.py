@@ -120,10 +120,9 @@ class Vocabulary(NamedTuple):
 class LexiconBeamDecoder:
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
 
-    In each frame it keeps the `beam` best pairs of trie node and n-gram state; the sentences found
-    are then scored exactly. A word that the n-gram lacks is scored as its `<unk>` (10^-100 without
-    one, as in KenLM). An n-gram whose ARPA file still exists becomes an `Automaton`; others are
-    queried through KenLM, which is slower.
+    Each frame keeps the `beam` best pairs of trie node and n-gram state; the sentences found are then scored exactly. A
+    word that the n-gram lacks is scored as its `<unk>` (10^-100 without one, as in KenLM). An n-gram without its ARPA
+    file is queried through KenLM, which is slower.
 
     Hypotheses refer to their list, for `posterior`. With `frame_ms` (see `logits.frame_times`) they also have
     `words`, for which they keep the frames of their trial.
@@ -131,10 +130,9 @@ class LexiconBeamDecoder:
     `tokens`, `blank` and `word_end` name the classes of any CTC model; the lexicon spells words with these tokens. For
     a model of characters it is `{word: [list(word)]}`. Without a `word_end` each word must have one spelling.
 
-    A `boost` adds its bonus to the `total` of a sentence for each occurrence of its word or phrase, and the bonus
-    divided by `lm_weight` to `ngram`. `added` lists the words that it adds to the lexicon, with their pronunciations; a
-    warning lists the guessed ones. An `Automaton` gives such a word the probability of the lexicon's median
-    word, and KenLM the `<unk>` probability."""
+    A `boost` adds its bonus to the `total` of a sentence for each occurrence of its phrase, and the bonus divided by
+    `lm_weight` to `ngram`. `added` lists the words that it adds to the lexicon; a warning lists guessed pronunciations.
+    An `Automaton` gives such a word the probability of the lexicon's median word, KenLM that of `<unk>`."""
     @delegates(SearchOptions)
     def __init__(self,
         lexicon: Lexicon,      # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`

@@ -58,6 +58,7 @@ class Attached:
 
         Without names, only the official checkpoint is left out. Raises `NotebookError` for a name without a model."""
         if not models: return replace(self, official=())
+        models = [models] if isinstance(models, str | Path) else models
         def is_in(path, model):
             if not os.path.isabs(model): return Path(model).name in path.parts
             return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(model))

@@ -25,8 +25,8 @@ def read_lines(
     """Stream the lines of files and lists, and the train sentences of folders with sessions or T12's MATLAB files.
 
     A string is a file name if that file exists, or if it is one word ending in .txt or .gz. Raises `ValueError`
-    with the name of a file that is not UTF-8 text or is compressed and damaged, `FileNotFoundError` for a
-    missing file, and `files.ChangedError` for a file that changes while it is read."""
+    that names a file without UTF-8 text or damaged, `FileNotFoundError`, and `files.ChangedError` for a file that
+    changes while it is read."""
     for text in [texts] if isinstance(texts, (str, Path)) else texts:
         # `open` raises an error for the name of a missing file
         is_name = isinstance(text, Path) or ' ' not in text and text.endswith(('.txt', '.gz'))
@@ -38,7 +38,10 @@ def read_lines(
             yield text
             continue
         try:
-            with unchanged([text], 'read'), whole(text), open_text(text, 'rt') as lines: yield from lines
+            with unchanged([text], 'read'), whole(text), open_text(text, 'rt') as lines:
+                for i, line in enumerate(lines):
+                    if i == 0 and line.startswith(r'\data'): raise ValueError(f'{text}: an n-gram, expected text')
+                    yield line
         except UnicodeDecodeError as e:
             raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
 

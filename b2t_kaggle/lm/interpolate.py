@@ -89,7 +89,7 @@ def interpolate_ngrams(
     elif dev is not None and weights is None:
         sentences = list(read_sentences(dev))
         shares = interpolation_weights(np.stack([_word_probabilities(load_ngram(p), sentences) for p in paths], axis=1))
-    else: raise ValueError('give a development text to tune the weights on, or weights')
+    else: raise ValueError('give either a development text to tune the weights on, or weights')
     as_read = [read_arpa(p) for p in paths]
     words = list(dict.fromkeys(w for m in as_read for w in m.words))
     models = [from_arpa(as_read.pop(0), words, path) for path in paths] # Free each ARPA model when it is converted

@@ -35,10 +35,8 @@ def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
     "Both sentences with one pair of different words exchanged, for each such pair."
     for op in Levenshtein.editops(a, b):
         if op.tag != 'replace': continue
-        i = op.src_pos
-        j = op.dest_pos
-        yield ' '.join([*a[:i], b[j], *a[i + 1:]])
-        yield ' '.join([*b[:j], a[i], *b[j + 1:]])
+        yield ' '.join([*a[:op.src_pos], b[op.dest_pos], *a[op.src_pos + 1:]])
+        yield ' '.join([*b[:op.dest_pos], a[op.src_pos], *b[op.dest_pos + 1:]])
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c008
 def augment_nbest(
