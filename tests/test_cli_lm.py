@@ -164,7 +164,7 @@ def test_fine_tuning_keeps_other_files(made, tmp_path):
     (tmp_path/'results').mkdir()
     (tmp_path/'results'/'kept.csv').write_text('mine')
     code, shown = lm('finetune', tmp_path/'no_model', made/'dev.txt', '-o', tmp_path/'results')
-    assert code == 2 and 'the adapter would replace its files' in shown, shown
+    assert code == 1 and 'results: has files, but no adapter_config.json of an earlier call' in shown, shown
     assert (tmp_path/'results'/'kept.csv').read_text() == 'mine'
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_lm
 
+from b2t_kaggle.core.files import WriteError
 from b2t_kaggle.lm import finetune as module
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences, token_sequences
 from b2t_kaggle.lm.finetune import _add_lora, _batch_loss, _tree_loss, finetune, save_adapter
@@ -118,6 +119,14 @@ def test_the_old_adapter_is_restored(folders, tmp_path, monkeypatch, error):
     assert moved[0] == tmp_path/'adapter' and moved[1].name == 'new'
     assert {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()} == old
     assert [p.name for p in tmp_path.iterdir()] == ['adapter']
+
+
+def test_other_files_are_kept(folders, tmp_path):
+    (tmp_path/'results').mkdir()
+    (tmp_path/'results'/'kept.csv').write_text('mine')
+    with pytest.raises(WriteError, match='results: has files, but no adapter_config.json'):
+        finetune(*load(folders['gpt2']), TEXT, tmp_path/'results', epochs=1, progress=False)
+    assert (tmp_path/'results'/'kept.csv').read_text() == 'mine'
 
 
 def test_an_interrupted_run_loses_no_step(folders, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from b2t_kaggle.cli.options import (
     stage_command,
 )
 from .run import run_until, stage_help
-from ..core.files import atomic_path
+from ..core.files import atomic_path, check_output
 from ..lm.arpa import open_text
 from ..lm.automaton import load_ngram
 from ..lm.backoff import prune_ngram
@@ -169,8 +169,7 @@ def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     rescore.llm to it (or rescore.llm to MODEL, rescore.llm_adapter to it), and rescore.end=true."""
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
-    if output.exists() and any(output.iterdir()) and not (output/'adapter_config.json').exists():
-        raise click.UsageError(f'-o {output}: the adapter would replace its files; choose a new folder')
+    check_output(output, is_folder=True, mark='adapter_config.json')
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
                 lr=lr)
     echo(f'Wrote {output}')

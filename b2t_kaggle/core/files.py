@@ -150,11 +150,14 @@ def explain_error(error: BaseException) -> str:
 def check_output(
     path: str | Path,         # File or folder that will be written or replaced
     is_folder: bool = False,  # Whether a folder is expected
+    mark: str = '',           # File in a replaceable folder
 ) -> None:
-    "Raise `WriteError` if `path` is of another kind."
+    "Raise `WriteError` if `path` is of another kind, or has files without `mark`."
     path = Path(path)
     if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
         raise WriteError(f'{path}: not a {"folder" if is_folder else "file"}; choose another name')
+    if mark and path.exists() and any(path.iterdir()) and not (path/mark).exists():
+        raise WriteError(f'{path}: has files, but no {mark} of an earlier call; choose a new folder')
 
 # %% ../../nbs/core/02_files.ipynb #c022
 @contextmanager

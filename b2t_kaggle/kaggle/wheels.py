@@ -25,7 +25,7 @@ from fastcore.basics import patch
 from packaging.utils import canonicalize_name
 
 import b2t_kaggle
-from ..core.files import replaced_folder, scratch_folder, sha256
+from ..core.files import check_output, replaced_folder, scratch_folder, sha256
 from .session import SIMULATION
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c006
@@ -125,8 +125,7 @@ def build_wheels(
     """Write a folder of wheels from which the kit can be installed offline. Raises `RuntimeError` as does
     `Image.plan_installation`."""
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder/'manifest.json').exists():
-        raise ValueError(f'{folder}: has files, but no manifest.json of an earlier call; choose a new folder')
+    check_output(folder, is_folder=True, mark='manifest.json')
     with scratch_folder() as built, replaced_folder(folder) as new:
         new.mkdir()
         build_kit(built)

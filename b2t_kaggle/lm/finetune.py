@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from ..core.files import atomic_path, replaced_folder
+from ..core.files import atomic_path, check_output, replaced_folder
 from ..core.messages import tqdm
 from ..devices.interrupts import noted_interrupt
 from b2t_kaggle.lm.causal import (
@@ -66,6 +66,7 @@ def finetune(
     is not finite (nothing is saved then), and `TrainingError` if another run was interrupted there."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder).resolve()
+    check_output(folder, is_folder=True, mark='adapter_config.json')
     sentences = [s for s in sentences if s.strip()]
     sequences, n_given = token_sequences(tokenizer, sentences, end=True)
     if not sequences: raise LanguageModelError('fine-tuning: found no sentence, expected transcripts')
@@ -148,7 +149,7 @@ def model_mark(
 # %% ../../nbs/lm/04_finetune.ipynb #c020
 @patch
 def save(self: TrainingState, step: int, now: bool = False) -> None:
-    "Write the file atomically, now or if it was not written recently."
+    "Write the file atomically, if `now` or not written recently."
     if not now and time.monotonic() - self.saved <= self.every: return
     state = dict(marks=self.marks, step=step, weights=self.weights, optimizer=self.optimizer.state_dict(),
                  rng=torch.get_rng_state(),
