@@ -16,7 +16,6 @@ import click
 from b2t_kaggle.cli.options import (
     EXISTING_FOLDER,
     FILE,
-    OUTPUT,
     Choice,
     dtype_option,
     echo,
@@ -128,7 +127,7 @@ LOGITS of another program (.pkl, .npz, .npy) are decoded with --folder, without 
 @click.option('--classes', default='blank-sil-last', show_default=True,
               help='Order of the classes in LOGITS, as for `b2t import-logits`.')
 @click.option('--llm', metavar='MODEL', help='Causal language model that ranks the sentences of LOGITS.')
-@click.option('-o', '--output', type=OUTPUT, help='File of the sentences of LOGITS (.jsonl).')
+@output_option(required=False, help='File of the sentences of LOGITS (.jsonl).')
 def decode(force, logits, folder, classes, llm, output, overrides, **options):
     if not logits:
         refuse_options({'folder', 'classes', 'llm', 'output'}, 'it is for LOGITS')

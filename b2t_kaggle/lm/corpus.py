@@ -39,9 +39,10 @@ def read_lines(
             continue
         try:
             with unchanged([text], 'read'), whole(text), open_text(text, 'rt') as lines:
-                for i, line in enumerate(lines):
-                    if i == 0 and line.startswith(r'\data'): raise ValueError(f'{text}: an n-gram, expected text')
-                    yield line
+                if (first := next(lines, '')).startswith(r'\data'):
+                    raise ValueError(f'{text}: an n-gram, expected text')
+                yield from [first]*bool(first)
+                yield from lines
         except UnicodeDecodeError as e:
             raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
 
