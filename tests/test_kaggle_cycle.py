@@ -434,11 +434,12 @@ def test_a_missing_dataset(kaggle, b2t):
     kaggle.datasets['ada/my-lm'] = [{'lm.arpa'}]
     status, output = b2t(*line)
     assert status == 1 and f'model {LLM}: Not Found. The submission needs it' in output and not kaggle.kernels, output
+    status, output = b2t(*LINE, '--lm', 'ada/another', '--llm', LLM) # Until something is pushed, it may be another one
+    assert status == 1 and 'dataset ada/another: Not Found' in output, output
     kaggle.models.add('qwen-lm/qwen-3')
-    kaggle.datasets['ada/better'] = [{'lm.arpa'}]
-    assert b2t(*LINE, '--lm', 'ada/better', '--llm', LLM)[0] == 0 # Nothing was pushed before
+    assert b2t(*line)[0] == 0
     body = kaggle.kernels[f'{NAME}-submit-llm'][0]['body']
-    assert body['datasetDataSources'][1:] == ['ada/better'] and body['modelDataSources'] == [LLM]
+    assert body['datasetDataSources'][1:] == ['ada/my-lm'] and body['modelDataSources'] == [LLM]
 
 
 def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):

@@ -158,7 +158,8 @@ def test_a_plugin_trains_a_variant(finished, tmp_path, monkeypatch):
 
 def test_a_plugin_with_only_a_stage_trains_nothing(finished, tmp_path, monkeypatch):
     "Neither when it is added to a run, nor when its file is edited."
-    base, options, _ = finished
+    _, options, _ = finished
+    for name in 'train', 'infer': monkeypatch.setattr(STAGES[name], 'uses_plugin', True) # It is restored
     file = tmp_path/'risk.py'
     file.write_text('\n'.join(cells_of_page(ROOT/'nbs/guides/adding_a_stage.ipynb', 'stage')))
     executed = []

@@ -32,7 +32,7 @@ class Plugin:
     augment: Callable | None = None # Returns features `[B, T, F]`, or these and their lengths `[B]`
     stages: tuple[type, ...] = ()   # Classes derived from `Stage`
     path: Path | None = None        # Python file; None for functions of a notebook
-    mark: str = ''                  # Name and hash of code that changes the training, for fingerprints
+    mark: str = ''                  # Name and hash of code that changes training, for fingerprints
 
     def terms(self, **inputs) -> dict[str, Any]:
         "Terms that `loss` adds, by name `[B]`. Raises `ConfigError` for an invalid result."
@@ -54,7 +54,7 @@ PLUGIN: ContextVar[Plugin] = ContextVar('PLUGIN', default=Plugin()) # Plugin of 
 @cache
 def _executed(path: Path, source: bytes) -> Plugin:
     module = ModuleType(f'b2t_plugin_{path.stem}')
-    module.__file__ = str(path) # Pydantic reads the descriptions of fields there
+    module.__file__ = str(path) # Pydantic reads fields' descriptions there
     sys.modules[module.__name__] = module
     try: exec(compile(source, path, 'exec'), vars(module))
     except Exception as e: raise ConfigError(f'{path}: {type(e).__name__}: {e}') from e
@@ -65,8 +65,8 @@ def _executed(path: Path, source: bytes) -> Plugin:
     loss, augment = (getattr(module, name, None) for name in ('loss', 'augment'))
     if not (encoders or stages or loss or augment):
         raise ConfigError(f'{path}: found no function loss or augment, no encoder with a Config and no stage')
-    mark = f'{path.name} ({hashlib.sha256(source).hexdigest()[:12]})' if encoders or loss or augment else ''
-    return Plugin(loss, augment, stages, path, mark)
+    return Plugin(loss, augment, stages, path,
+                  f'{path.name} ({hashlib.sha256(source).hexdigest()[:12]})' if encoders or loss or augment else '')
 
 def load_plugin(
     path: str | Path, # A Python file

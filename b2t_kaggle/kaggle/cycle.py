@@ -368,10 +368,9 @@ def _hours_left(self: Cycle) -> float | None:
     if quota is None or quota[0] >= 1: return quota and quota[0]
     raise KaggleError(f'{_quota_in_words(image, *quota)}. Too few for a notebook; run the command again then')
 
-@patch
-def _has_other_inputs(self: Cycle, notebook: Notebook) -> bool:
-    "Whether the notebook was pushed with another n-gram or LLM."
-    path = self.folder/'push'/Path(notebook.kernel).name/'kernel-metadata.json'
+def _has_other_inputs(notebook: Notebook, folder: Path) -> bool:
+    "Whether it was pushed with another n-gram or LLM."
+    path = folder/'kernel-metadata.json'
     pushed = json.loads(path.read_text()) if path.exists() else {}
     names = {*pushed.get('dataset_sources', []), *pushed.get('model_sources', [])}
     return bool(names) and {name for name in names if '/b2t-wheels-' not in name} != set(notebook.datasets[1:])
@@ -384,7 +383,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
 
     def done():
         if kernel in self.pushed: return True
-        if output.exists(): return not (self.retry and (problem() or self._has_other_inputs(notebook)))
+        if output.exists(): return not (self.retry and (problem() or _has_other_inputs(notebook, folder)))
         state, _ = self.client.kernel_state(kernel)
         return state is not None and not (self.retry and state in FAILED)
 

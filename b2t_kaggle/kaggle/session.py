@@ -111,7 +111,7 @@ def _head(path: Path) -> bytes:
     with open(path, 'rb') as f: return f.read(1 << 16)
 
 def kind_of_file(path: Path) -> str | None:
-    "Kind of input that `submit.ipynb` takes a file for, as a field of `Attached`."
+    "Field of `Attached` for a file."
     name = path.name
     if name in BEST.values(): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if b'"kind": "log_probs"' in _head(path) else None

@@ -88,7 +88,7 @@ class _ActivationDropoutLinear(torch.autograd.Function):
         ctx.activation = activation
         with torch.autocast(x.device.type, enabled=False):
             active = _masked(swoosh(x, activation), mask, scale).to(dtype)
-            return product(active, weight.to(dtype), bias if bias is None else bias.to(dtype))
+            return product(active, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
