@@ -21,6 +21,7 @@ pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
 
 def do(folder: Path, study: str | None, at: int, counted: Path | None = None) -> None:
     "Run a sweep of four points, to be killed before write `at`; if it survives, write down the number of writes."
+    from optuna.storages.journal import JournalFileSymlinkLock
     from test_sweep import Stage, pipeline, sweep
     n = 0
     def count():
@@ -37,7 +38,8 @@ def do(folder: Path, study: str | None, at: int, counted: Path | None = None) ->
     with open(os.devnull, 'w') as null:
         for stream in 1, 2: os.dup2(null.fileno(), stream)
     sys.addaudithook(watch)
-    with patch.object(pipeline, 'execute', Stage()), patch('sqlite3.connect', connect):
+    wait = patch.object(JournalFileSymlinkLock.__init__, '__defaults__', (3,)) # Seconds for a killed process's lock
+    with patch.object(pipeline, 'execute', Stage()), patch('sqlite3.connect', connect), wait:
         done, _ = sweep(folder, '--trials', '4', *(['--study', study] if study else []))
     assert done.exit_code == 0, done.output
     if counted: counted.write_text(str(n))
