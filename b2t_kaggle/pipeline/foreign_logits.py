@@ -54,11 +54,11 @@ def order_hint(
     rate = error_rate if labels else not_blank
     given = _class_places('blank-sil-last')
     as_given, others = rate(given), not_blank(given) # Fraction of frames in which another class is likelier
-    if others < 1 and as_given <= 0.8: return ''
     rates = {name: rate(_class_places(names)) for name, names in ORDERS.items()}
+    best = min(rates, key=lambda name: rates[name])
+    if others < 1 and as_given <= 0.8 or not labels and rates[best] > 0.5: return '' # The blank may be rare
     problem = (f'the phoneme error rate is {percent(as_given)}' if labels and others < 1 else
                f'the blank is not the likeliest class in {percent(others)} of the frames')
-    best = min(rates, key=lambda name: rates[name])
     if rates[best] > 0.8: return f'{problem}, and no known order of the classes is better; are these the right labels?'
     return f'{problem}; the classes seem to be in the order {best} ({percent(rates[best])})'
 
@@ -95,6 +95,7 @@ def _trials(content: Mapping | Sequence | np.ndarray) -> list[ForeignTrial]:
     lengths = next((content[n] for n in _LENGTHS if n in content), None)
     texts = [map(_text, content.get(n, [])) for n in ('transcription', 'context')]
     arrays = list(map(np.asarray, content[name] if name else map(content.get, _numbered(content))))
+    if not arrays: raise LogitError('found no arrays')
     if lengths is not None:
         if len(lengths) != len(arrays): raise LogitError(f'found {len(arrays)} arrays and {len(lengths)} lengths')
         for i, n in enumerate(np.ravel(lengths)):
@@ -113,7 +114,7 @@ def read_trials(path: str | Path) -> list[ForeignTrial]:
     Raises a `LogitError` that names the file."""
     path = Path(path)
     try:
-        if path.is_dir(): return _trials([_load(path/name) for name in _numbered(f.name for f in path.glob('*.npy'))])
+        if path.is_dir(): return _trials([_load(path/name) for name in _numbered(sorted(f.name for f in path.glob('*.npy')))])
         if path.suffix == '.npz':
             with _load(path) as content:
                 if expands_too_far(sum(m.file_size for m in content.zip.infolist()), path.stat().st_size):
@@ -129,9 +130,10 @@ def normalised(x: np.ndarray, name: str) -> np.ndarray:
     """Natural-log probabilities [T', 41] float32 from logits, log-probabilities or probabilities,
     recognised by their sums. The message of its `LogitError` begins with `name`."""
     x = np.asarray(x)
-    if x.ndim != 2 or x.shape[1] != len(PHONEMES) or x.dtype.kind not in 'fiu' or not len(x):
+    if x.ndim != 2 or x.shape[1] != len(PHONEMES) or x.dtype.kind not in 'fiu':
         raise LogitError(f'{name}: found {x.dtype} {list(x.shape)}, expected numbers [frames, {len(PHONEMES)}]')
-    x = x.astype(np.float64)
+    if not x.any(1).all(): raise LogitError(f'{name}: found a frame of zeros; add the lengths of padded trials')
+    x = np.maximum(x.astype(np.float64), -1e4) # −∞ is allowed
     if not np.isfinite(x).all(): raise LogitError(f'{name}: found values that are not finite')
     if (x >= 0).all() and np.allclose(x.sum(1), 1, atol=0.01): x = np.log(np.maximum(x, 1e-30))
     return (x - log_sum_exp(x)[:, None]).astype(np.float32)

@@ -48,6 +48,7 @@ def usable_trials(
     verbose: bool = True, # Whether to list the trials that are left out
 ) -> np.ndarray:
     "Indices of trials that CTC can align after the largest random cut `[n]`. Raises `TrainingError` if none."
+    if store.split == 'test': raise TrainingError(f'{store.path}: test trials have no labels to train on')
     left_out = _unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         warnings.warn(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
