@@ -96,7 +96,6 @@ VALUES = {
     'startup': ['--startup 3'],
     'method': ['--how prob'],
     'weights': ['--weights 1'],
-    'scores': ['--score lists.jsonl=5'],
     'folder': ['--folder sessions'],
     'plugin': ['--plugin mine.py'],
     'host': ['--host there', '--redis_ip there'],

@@ -80,8 +80,6 @@ def _number_of(item: str) -> tuple[str, float]:
                    'the SOURCEs that are runs. May be repeated. Default: the plain vote.')
 @click.option('--weights', multiple=True, type=_number_of, metavar='SOURCE=NUMBER',
               help='Votes of a SOURCE in the plain vote, such as a.csv=2; may be repeated.')
-@click.option('--score', 'scores', multiple=True, type=_number_of, metavar='SOURCE=WER',
-              help='Word error rate of a SOURCE on the leaderboard in percent; better ones have more votes.')
 @click.option('--lm', type=FILE, help='Also use this n-gram model (ARPA, or KenLM binary). Needs --tune.')
 @click.option('--llm', metavar='NAME', help='Also use this causal language model: a folder, a GGUF file, the folder of '
               'an adapter, or a name on the hub. Needs --tune.')
@@ -89,7 +87,7 @@ def _number_of(item: str) -> tuple[str, float]:
               'language models are not used in blocks of random words.')
 @text_option()
 @out_option()
-def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, texts, out):
+def combine_files(sources, *, output, tune, weights, lm, llm, blocks, texts, out):
     """One sentence per trial from files of several systems.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv,
@@ -97,7 +95,7 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
     SOURCEs, the result is cross-validated. Models with the same system and decoder (fields of
     .jsonl, lists by trial) count as seeds of one system and share a weight. `b2t
     combine` does the same as a stage of a run, with combine.sources."""
-    if tune: refuse_options({'weights', 'scores'}, '--tune learns the weights')
+    if tune: refuse_options({'weights'}, '--tune learns the weights')
     else: refuse_options({'lm', 'llm'}, 'its weight needs --tune')
     def described(lists): return with_corpora(lists, read_blocks(blocks)) if blocks else lists
     hypotheses = described(_read_sources(sources, 'test', out))
@@ -114,7 +112,7 @@ def combine_files(sources, *, output, tune, weights, scores, lm, llm, blocks, te
         if heard and _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
     else:
         heard = dict.fromkeys(hypotheses.voters, 1.)
-        if weights or scores: heard = _voter_weights(dict(weights), dict(scores), hypotheses, sources)
+        if weights: heard = _voter_weights(dict(weights), hypotheses, sources)
         combined = [Combined(text, 1.) for text in vote(hypotheses, heard)]
     if heard: _show_heard(hypotheses, combined, heard)
     _show_rates(f'Combined sentences{mark}:', hypotheses, combined, texts)
@@ -146,15 +144,9 @@ def _read_tuning_data(sources: Collection[str], tune: Collection[str], out: Path
     return _read_sources([*runs, *(t for t in tune if t != 'val')], 'val', out)
 
 # %% ../../nbs/cli/04_combine.ipynb #c011
-def _voter_weights(weights: dict[str, float], scores: dict[str, float], hypotheses: Hypotheses,
-                   sources: Collection[str]) -> dict:
-    """Weight of each voter: its given weight times its log odds of a correct word, relative to
-    the mean over scored sources, as for independent voters (Nitzan and Paroush, 1982)."""
-    if unknown := {*weights, *scores} - {*sources}: raise click.UsageError(f'{min(unknown)} is not one of the SOURCEs')
-    odds = {source: math.log(100/score - 1) for source, score in scores.items()}
-    mean = sum(odds.values())/len(odds) if odds else 1.
-    of_source = {s: weights.get(s, 1.)*odds.get(s, mean)/mean for s in sources}
-    of_voters = {v: {of_source[s] for s in hypotheses.sources[v]} for v in hypotheses.voters}
+def _voter_weights(weights: dict[str, float], hypotheses: Hypotheses, sources: Collection[str]) -> dict:
+    if unknown := {*weights} - {*sources}: raise click.UsageError(f'{min(unknown)} is not one of the SOURCEs')
+    of_voters = {v: {weights.get(s, 1.) for s in hypotheses.sources[v]} for v in hypotheses.voters}
     if mixed := [voter_name(v) for v, values in of_voters.items() if len(values) > 1]:
         raise click.UsageError(f'{mixed[0]} is in several SOURCEs with different weights; rename the files')
     return {v: values.pop() for v, values in of_voters.items()}
