@@ -71,8 +71,7 @@ class Writer:
 
     def _random_word(self, topics: tuple[str, ...]) -> str:
         self._last_word = ''
-        cls = self._pick('NMVIA')
-        return self._expand(cls, self._pick(topics))[0]
+        return self._expand(self._pick('NMVIA'), self._pick(topics))[0]
 
 # %% ../../nbs/data/01_sentences.ipynb #c011
 def read_vocabulary(
@@ -127,8 +126,7 @@ def _doubled(verb: str) -> str:
 
 def _ed(verb: str) -> str:
     if verb[-1] == 'e': return verb + 'd'
-    if _ends_in_consonant_y(verb): return verb[:-1] + 'ied'
-    return _doubled(verb) + 'ed'
+    return verb[:-1] + 'ied' if _ends_in_consonant_y(verb) else _doubled(verb) + 'ed'
 
 def _inflect(verb: str, form: str) -> str:
     "A form (`base s ing ed en`) of a verb or verb phrase, whose first word is the verb."

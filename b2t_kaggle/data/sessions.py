@@ -357,11 +357,10 @@ def iter_trials(
 
 def read_session(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
-    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`
     bad_trials: dict | None = None,  # Trials to leave out, as for `tidy_bad_trials`
 ) -> list[Trial]:
     "Read all trials of a file in key order. Raises `SessionError` at the first unusable trial."
-    return list(iter_trials(path, drop_instructions, bad_trials))
+    return list(iter_trials(path, bad_trials=bad_trials))
 
 # %% ../../nbs/data/00_sessions.ipynb #c041
 @patch

@@ -241,7 +241,8 @@ def _rank(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray, st
     o, v = self.options, self.vocabulary
     texts = [' '.join([v.words[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
     acoustic = acoustic_scores(log_probs, words, starts, v.prons, o.merge == 'sum')
-    ngram = LN10*v.ngram.log10_scores(words, starts) if isinstance(v.ngram, AutomatonScorer) else v.ngram.scores(texts)
+    if isinstance(v.ngram, AutomatonScorer): ngram = LN10*v.ngram.log10_scores(words, starts)
+    else: ngram = np.array([v.ngram.score(s) for s in texts])
     if v.phrases: ngram = ngram + phrase_bonuses(words, starts, v.phrases)/o.lm_weight
     n_words = np.diff(starts)
     total = o.acoustic_scale*acoustic + o.lm_weight*ngram + o.word_score*n_words
@@ -308,8 +309,7 @@ def decode_all(self: LexiconBeamDecoder,
     n_jobs = min(n_jobs or n_cores(), n)
     with ThreadPoolExecutor(max(n_jobs, 1)) as pool:
         results = pool.map(decode_trial, range(n)) if n_jobs > 1 else map(decode_trial, range(n))
-        if not progress: return list(results)
-        return list(tqdm(results, total=n, desc='decode', unit=' trials'))
+        return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not progress))
 
 @patch
 def decode_batch(self: LexiconBeamDecoder,

@@ -35,8 +35,7 @@ def cpu_computes_bfloat16() -> bool:
 
 def n_cores() -> int:
     "Cores that this process may use."
-    if hasattr(os, 'sched_getaffinity'): return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 def cpu_name() -> str:
     "The processor's name and the number of cores that this process may use."
@@ -63,8 +62,7 @@ class Detected:
     @property
     def kind(self) -> str:
         "The best accelerator that was found, usable or not: `tpu`, `cuda` or `cpu`."
-        if self.tpu: return 'tpu'
-        return 'cuda' if self.gpus else 'cpu'
+        return 'tpu' if self.tpu else 'cuda' if self.gpus else 'cpu'
 
     def facts(self) -> list[tuple[str, str]]:
         "Label and text of each line of the table."

@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,12 +93,6 @@ class NGram:
         "Natural-log probability of a sentence; unknown words count as `<unk>`."
         sentence = words if isinstance(words, str) else ' '.join(words)
         return LN10*math.fsum(log10_prob for log10_prob, _, _ in self._full_scores(sentence, bos, eos))
-
-    def scores(self,
-        sentences: Sequence[str], # Normalised words, separated by spaces [n]
-    ) -> np.ndarray: # [n]
-        "Natural-log probabilities of whole sentences."
-        return np.array([self.score(s) for s in sentences])
 
     def word_scores(self,
         sentence: str, # Normalised words, separated by spaces

@@ -57,8 +57,7 @@ def mask_channels(x: tf.Tensor, cfg: AugmentConfig, seeds: tf.Tensor) -> tf.Tens
     C = x.shape[2]
     n_features = 2 if cfg.channel_mask_by == 'electrode' else 1
     u = trial_random('uniform', (1, C//n_features), seeds, _CHANNELS)
-    is_kept = tf.tile(u >= cfg.channel_masks, [1, 1, n_features])
-    return tf.where(is_kept, x, 0.)
+    return tf.where(tf.tile(u >= cfg.channel_masks, [1, 1, n_features]), x, 0.)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c021
 class Augment:

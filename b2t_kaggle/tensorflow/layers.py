@@ -32,8 +32,7 @@ def smooth(x: tf.Tensor, kernel: np.ndarray) -> tf.Tensor:
     "Convolve along time with zeros beyond the ends ('same' padding), `[B, T, F]`."
     T = x.shape[1]
     n_before = (len(kernel) - 1) // 2
-    n_after = len(kernel) - 1 - n_before
-    padded = tf.pad(x, [[0, 0], [n_before, n_after], [0, 0]])
+    padded = tf.pad(x, [[0, 0], [n_before, len(kernel) - 1 - n_before], [0, 0]])
     return tf.add_n([padded[:, i:i+T] * float(weight) for i, weight in enumerate(kernel)])
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c011
