@@ -29,7 +29,9 @@ from b2t_kaggle.metrics.comparison import (
     write_results,
 )
 from b2t_kaggle.pipeline.results import RESULTS
-from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.run import Run, write_json
+from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, write_hypotheses
 
 
@@ -109,6 +111,7 @@ def scored(texts, greedy=PHONEMES, spoken=SPOKEN):
                        for i, f in enumerate(facts)])
 
 FIRST = scored(['how are you', 'mine and you', 'not so bad', 'i would like'], ['HH AW AA R SIL', *PHONEMES[1:]])
+TOO_OLD = 'results_val.jsonl is missing, or older than other results; `b2t report` on this run makes it'
 SECOND = scored(['how you', 'fine and you', 'not so bad', 'i would like to sit here for a while please'])
 
 
@@ -142,6 +145,8 @@ def runs(tmp_path):
             h.add(Trial(trial, reference=row.reference), [Entry(trial, row.text, name, 'gru', 'lexicon', 0)])
         write_hypotheses(run.hypotheses('val'), h)
         write_results(run.dir/RESULTS, results)
+        for stage in (StageRun(run, n) for n in plan(run.cfg)):
+            write_json(dict(key='', outputs={}, needs={n.name: n.id for n in stage.needs}), stage.stamp_path)
     def compare(*args):
         r = CliRunner().invoke(cli.main, ['compare', *map(str, args), '--out', str(tmp_path)])
         assert r.exception is None or isinstance(r.exception, SystemExit), r.exception
@@ -195,7 +200,7 @@ def test_without_labels_of_val_nothing_is_compared(runs):
     folder, compare = runs
     (folder/'two'/RESULTS).unlink()
     status, told = compare('one', 'two')
-    assert status == 1 and 'results_val.jsonl does not exist; `b2t report` on this run makes it' in told
+    assert status == 1 and TOO_OLD in told
     (folder/'a_val.csv').write_text('id,text\n0,yes\n')
     (folder/'b.txt').write_text('no\n')
     status, told = compare(folder/'a_val.csv', folder/'b.txt')
@@ -220,11 +225,18 @@ def test_files_of_another_split_are_refused(runs):
 
 def test_results_of_lists_that_were_decoded_again_are_refused(runs):
     folder, compare = runs
-    h = Hypotheses()
-    for i, text in enumerate(SPOKEN): h.add(Trial(str(i)), [Entry(str(i), text, 'one')])
-    write_hypotheses(folder/'one'/'hypotheses'/'decode_val.jsonl', h)
+    decoded = StageRun(Run(folder/'one', folder), 'decode')
+    write_json(decoded.stamp | dict(made=1.), decoded.stamp_path)
     status, told = compare('one', 'two')
-    assert status == 1 and 'does not match the hypotheses of this run' in told and 'b2t report' in told
+    assert status == 1 and TOO_OLD in told
+
+
+def test_runs_with_different_text_are_compared(runs):
+    "Sentences that occur in the text of one of the runs are seen."
+    folder, compare = runs
+    write_results(folder/'two'/RESULTS, SECOND.assign(seen=[True]*4))
+    status, told = compare('one', 'two')
+    assert status == 0 and 'seen in text' in told and 'not in text' not in told, told
 
 
 def test_files_without_references(runs):

@@ -2,6 +2,7 @@
 and size."""
 import base64
 import json
+import shutil
 import time
 
 import numpy as np
@@ -11,8 +12,9 @@ from browser import CHROMIUM, DRIVER, browser
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.pipeline import explore
 from b2t_kaggle.pipeline.explore import OpenRun
-from b2t_kaggle.pipeline.run import Run
-from b2t_kaggle.pipeline.stamps import run_stage
+from b2t_kaggle.pipeline.run import Run, write_json
+from b2t_kaggle.pipeline.stages import PipelineError
+from b2t_kaggle.pipeline.stamps import StageRun, run_stage
 
 SETTINGS = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 12, 'simulate.test': 2,
             'simulate.max_words': 5, 'simulate.lm_sentences': 300, 'data.batch_size': 8, 'data.days_per_batch': 2,
@@ -41,6 +43,24 @@ def test_figures_agree_with_the_run(run):
     for t in data['trials']: # Equal words are stored as one string
         pairs = [[op, op] if isinstance(op, str) else op for op in t['ops']]
         assert [r for r, _ in pairs if r] == t['reference'].split()
+
+
+def test_sentences_that_do_not_fit_the_rest_of_a_run_are_refused(run, tmp_path):
+    "Without lists, with lists of other log-probabilities, with fewer lists, or without packed trials."
+    folder = shutil.copytree(run.run.dir, tmp_path/'small')
+    def opened(): return OpenRun(Run(folder, run.run.work, save=False))
+    lists = opened().run.nbest_path('val')
+    lists.write_text(''.join(lists.read_text().splitlines(keepends=True)[:5]))
+    with pytest.raises(PipelineError, match='found 5 lists, expected 1[24], one per trial of val'): opened().table()
+    shutil.copyfile(run.run.nbest_path('val'), lists)
+    inferred = StageRun(opened().run, 'infer')
+    write_json(inferred.stamp | dict(made=1.), inferred.stamp_path)
+    for use in OpenRun.table, OpenRun.nbest, explore.write_errors, lambda run: explore.write_replay(run, 3):
+        with pytest.raises(PipelineError, match='older than what they are made from; `b2t decode` on this'): use(opened())
+    assert 'WER' not in repr(opened()) and 'PER' in repr(opened())
+    with pytest.raises(PipelineError, match='older than'): explore.write_errors(run, opened())
+    elsewhere = OpenRun(Run(run.run.dir, tmp_path, save=False))
+    with pytest.raises(PipelineError, match='no such file; give the folder of packed trials with --work'): elsewhere.table()
 
 
 def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):

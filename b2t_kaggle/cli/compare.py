@@ -18,7 +18,8 @@ from ..lm.corpus import read_sentences
 from ..metrics import comparison, percent
 from ..phonemes import normalize_sentence
 from ..pipeline.results import RESULTS
-from ..pipeline.run import Run, hypothesis_files
+from ..pipeline.run import Run
+from ..pipeline.stamps import StageRun
 from b2t_kaggle.rescoring.hypotheses import (
     best_entries,
     check_one_split,
@@ -30,17 +31,11 @@ from b2t_kaggle.rescoring.hypotheses import (
 # %% ../../nbs/cli/08_compare.ipynb #c005
 def _run_results(folder: Path) -> dict[str, list[dict]]:
     "Results of a run under its name, which is marked if weights were tuned on these sentences."
-    path = folder/RESULTS
-    if not path.exists():
-        raise click.ClickException(f'{path} does not exist; `b2t report` on this run makes it, if there are '
-                                   'log-probabilities of val')
-    results = comparison.read_results(path)
-    lists = hypothesis_files(folder, folder.parent).get('val')
-    best = best_entries(read_hypotheses(lists)).entries if lists else {}
-    if {t: entries[0].text for t, entries in best.items() if entries} != results.text.to_dict():
-        raise click.ClickException(f'{path} does not match the hypotheses of this run, in {folder/"hypotheses"}; `b2t '
-                                   'report` on this run updates it')
-    return {f'{folder.name}{Run(folder, save=False).wer_mark}': results.reset_index().to_dict('records')}
+    path, report = folder/RESULTS, StageRun(Run(folder, save=False), 'report')
+    if not (report.holds and path.exists()):
+        raise click.ClickException(f'{path} is missing, or older than other results; `b2t report` on this run makes '
+                                   'it, if there are log-probabilities of val')
+    return {f'{folder.name}{report.run.wer_mark}': comparison.read_results(path).reset_index().to_dict('records')}
 
 def _file_results(path: Path) -> dict[str, list[dict]]:
     hypotheses = best_entries(read_hypotheses(path))
@@ -49,6 +44,7 @@ def _file_results(path: Path) -> dict[str, list[dict]]:
         facts = {k: getattr(trial, k) for k in ('trial', 'session', 'block', 'corpus', 'reference')}
         for entry in hypotheses.entries[name]:
             systems.setdefault(voter_name(entry.voter), []).append(facts | dict(text=entry.text))
+    if not systems: raise click.ClickException(f'{path}: found no sentences')
     return systems
 
 def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[dict]]:

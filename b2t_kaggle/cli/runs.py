@@ -19,18 +19,14 @@ from ..config.keys import as_set, covers, group_descriptions
 from ..core.messages import printable
 from ..metrics import percent
 from ..pipeline.run import Run
-from ..pipeline.stages import STAGES, needs_of, plan
+from ..pipeline.stages import STAGES, plan
 from ..pipeline.stamps import StageRun
 
 # %% ../../nbs/cli/11_runs.ipynb #c005
 def _run_row(folder: Path) -> dict[str, str]:
     run = Run(folder, save=False)
     stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
-    def holds(name): # Whether a stage used the latest outputs of earlier stages
-        stamp = stages[name].stamp
-        earlier = [n for n in needs_of(name, run.cfg) if n in stages]
-        return 'outputs' in stamp and all(stamp.get('needs', {}).get(n) == stages[n].id and holds(n) for n in earlier)
-    stamps = {n: stage.stamp for n, stage in stages.items() if holds(n)}
+    stamps = {n: stage.stamp for n, stage in stages.items() if stage.holds}
     done = [n for n, stamp in stamps.items() if stamp.get('finished')]
     begun = next((n for n in stages if n not in done), None)
     unfinished = ''

@@ -90,11 +90,11 @@ def same_trials(
         theirs = _facts_of(results[name]).loc[facts.index]
         for column in _FACTS:
             for trial, x, y in zip(facts.index, facts[column], theirs[column]):
-                if x is None or y is None or x == y: continue
+                if x is None or y is None or x == y or column == 'seen': continue # Systems may use other text
                 if column == 'reference' and normalize_sentence(x) == normalize_sentence(y): continue
                 raise ValueError(f'{first} and {name}: trial {trial}, {column}: found {x!r} and {y!r}, expected the '
                                  'same; are these the same trials?')
-            facts[column] = [y if x is None else x for x, y in zip(facts[column], theirs[column])]
+            facts[column] = [x if x or y is None else y for x, y in zip(facts[column], theirs[column])]
     facts = facts.drop(columns=[c for c in facts if facts[c].isna().all()])
     return {name: facts.join(table.reindex(facts.index)[[c for c in ('text', 'greedy') if c in table]])
             for name, table in results.items()}
@@ -169,8 +169,7 @@ def _cell(value, is_small: bool) -> str:
     if isinstance(value, Difference): return f'{value} {"*" if value.is_clear and not is_small else " "}'
     if isinstance(value, Rate): return str(value)
     if isinstance(value, float): return percent(value)
-    if isinstance(value, int | np.integer): return f'{value:,}'
-    return str(value)
+    return f'{value:,}' if isinstance(value, int | np.integer) else str(value)
 
 def as_text(table: pd.DataFrame) -> pd.DataFrame:
     "Rates in percent, with a star after differences on ten or more trials whose interval excludes zero."

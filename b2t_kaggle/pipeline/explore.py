@@ -30,7 +30,7 @@ from ..phonemes import PHONEMES, normalize_sentence
 from .decoder import open_decoder
 from .results import run_results
 from .run import Run, find_source
-from .stages import STAGES, PipelineError, plan
+from .stages import STAGES, PipelineError, list_stage, plan
 from .stamps import StageRun
 from ..training.checkpoint_paths import framework_of
 
@@ -67,7 +67,13 @@ class OpenRun:
         return ByTrial(self.run.log_probs(split), self._index(split))
 
     def nbest(self, split: str = 'val') -> 'ByTrial':
-        "N-best lists of a split: `[i]` is a list of `Hypothesis`, best first, with text, scores and words."
+        """N-best lists of a split: `[i]` is a list of `Hypothesis`, best first, with text, scores and words.
+
+        Raises `PipelineError` if they are missing, or older than what they are made from."""
+        stage = StageRun(self.run, list_stage(self.run.cfg))
+        if not stage.holds:
+            raise PipelineError(f'{self.run.dir}: its sentences are missing, or older than what they are made from; '
+                                f'`b2t {stage.name}` on this run makes them')
         return ByTrial(self.run.nbest(split), self._index(split))
 
     def decoder(self, **changes: Any):
@@ -92,7 +98,7 @@ def table(
 ) -> pd.DataFrame: # Indexed by the trial's number
     "A row for each trial of a split: session, key, reference, hypothesis, per, wer, edits, confidence."
     index = self._index(split)[['session', 'key', 'sentence']].rename(columns={'sentence': 'reference'})
-    lists = self.run.nbest(split)
+    lists = self.nbest(split)
     index['hypothesis'] = [hyps[0].text for hyps in lists]
     for column in ('per', 'wer', 'edits'): index[column] = np.nan
     if split == 'val':
@@ -119,8 +125,8 @@ def model(
 
 @patch
 def __repr__(self: OpenRun) -> str:
-    noted = {k: v for name in plan(self.run.cfg)
-             for k, v in StageRun(self.run, name).stamp.get('metrics', {}).items()}
+    stages = (StageRun(self.run, name) for name in plan(self.run.cfg))
+    noted = {k: v for stage in stages if stage.holds for k, v in stage.stamp.get('metrics', {}).items()}
     return ', '.join([f'run {self.name}', *(f'{len(self.run.log_probs(s))} trials of {s}' for s in self.run.splits),
                       *(f'{name} {percent(noted[name])}' for name in (WER, PER) if name in noted)])
 
@@ -224,9 +230,9 @@ def error_data(
     """All data of the page as JSON values.
 
     Raises `PipelineError` without log-probabilities of val, or if the other run's trials differ."""
+    lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')
     results = run_results(run.run)
     changes = _changes(run, results, before)
-    lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')
     times = frame_times(log_probs.items.provenance)
     errors = measure(results)
     rows = []

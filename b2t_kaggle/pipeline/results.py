@@ -95,10 +95,11 @@ def phoneme_figures(run: Run, logits: LogitStore) -> dict[str, float]:
 
 RESULTS = 'results_val.jsonl' # File in a run's folder, written by its report
 
-def run_results(run: Run) -> pd.DataFrame:
-    """Hypotheses of a decoded run for val, and the truth, as `comparison.results_of`, without instructions.
-
-    Raises `PipelineError` if val has no log-probabilities."""
+def run_results(
+    run: Run,
+    seen: bool = False, # Whether to add the column `seen`, for which the text of the language model is read
+) -> pd.DataFrame:
+    "Hypotheses of a decoded run for val, and the truth, as `comparison.results_of`, without instructions."
     nbest, val, logits = run.nbest('val'), run.trials('val'), run.log_probs('val')
     blocks = read_blocks(run.cfg.report.blocks) if run.cfg.report.blocks else {}
     def phonemes(class_ids): return ' '.join(PHONEMES[k] for k in class_ids)
@@ -111,9 +112,11 @@ def run_results(run: Run) -> pd.DataFrame:
                          corpus=blocks.get((row.session, int(row.block))), reference=row.sentence,
                          phonemes=phonemes(val.class_ids(i)), text=nbest[i][0].text,
                          greedy=phonemes(greedy(logits[i])), confidences=confidences))
+    results = results_of(rows)
+    if not seen: return results
     train = (s for s in run.trials('train').index.sentence if isinstance(s, str))
     texts = [path for path in run.texts if path.exists()] # Texts may be on another machine
-    return with_seen(results_of(rows), chain(train, read_sentences(texts)))
+    return with_seen(results, chain(train, read_sentences(texts)))
 
 # %% ../../nbs/pipeline/11_results.ipynb #c013
 def read_systems(run: Run, split: str) -> Hypotheses:

@@ -208,7 +208,9 @@ def packed_dir(self: Run) -> Path:
 def trials(self: Run, split: str) -> 'TrialStore':
     "Packed trials of a split."
     from b2t_kaggle.data.store import TrialStore
-    return TrialStore.open(self.packed_dir/f'{split}.arrow')
+    path = self.packed_dir/f'{split}.arrow'
+    if path.exists(): return TrialStore.open(path)
+    raise PipelineError(f'{path}: no such file; give the folder of packed trials with --work, or run `b2t pack`')
 
 @patch
 def checkpoint_for(self: Run, split: str) -> Path:
@@ -245,12 +247,15 @@ def nbest_path(self: Run, split: str, stage: str | None = None) -> Path:
 
 @patch
 def nbest(self: Run, split: str, stage: str | None = None) -> list[list]:
-    "N-best lists, by default the submission's. Raises `PipelineError` if a split has no log-probabilities."
+    "N-best lists, by default the submission's. Raises `PipelineError` without log-probabilities or for missing lists."
     if split not in self.splits:
         raise PipelineError(f'{self.dir}: no log-probabilities of {split}; `b2t infer` on this run makes them, or add '
                             'a LogitStore of it to infer.logits')
     from b2t_kaggle.decoding.nbest import read_nbest
-    return read_nbest(self.nbest_path(split, stage))
+    path, n = self.nbest_path(split, stage), len(self.trials(split))
+    lists = read_nbest(path)
+    if len(lists) == n: return lists
+    raise PipelineError(f'{path}: found {len(lists)} lists, expected {n}, one per trial of {split}; make them again')
 
 @patch
 def lists_for(self: Run, stage: str) -> dict[str, list[list]]:

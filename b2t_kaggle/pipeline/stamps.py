@@ -75,6 +75,12 @@ class StageRun:
         if STAGES[self.name].shared: return short_hash([self.run.key(self.name), stamp.get('finished', True)])
         return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
 
+    @property
+    def holds(self) -> bool:
+        "Whether it used the latest outputs of earlier stages of the run."
+        stamp, needs = self.stamp, [n for n in self.needs if not STAGES[n.name].shared]
+        return 'outputs' in stamp and all(stamp.get('needs', {}).get(n.name) == n.id and n.holds for n in needs)
+
     def _changed_outputs(self) -> dict[Path, str]:
         marks = {self.home/name: mark for name, mark in self.stamp.get('outputs', {}).items()}
         now = content_fingerprints(p for p in marks if p.is_file())

@@ -34,7 +34,7 @@ class Report(Stage):
         from b2t_kaggle.pipeline.stages import plan
         from b2t_kaggle.pipeline.stamps import StageRun
         stamps = {name: StageRun(run, name).stamp for name in plan(run.cfg) if name != self.name}
-        results = run_results(run) if 'val' in run.splits else None
+        results = run_results(run, seen=True) if 'val' in run.splits else None
         facts = {'data': 'simulated' if run.cfg.data.dataset_dir is None else 'recordings given with data.dataset_dir'}
         for split in run.splits[:1]:
             origin = run.log_probs(split).provenance
