@@ -56,11 +56,11 @@ def test_sentences_that_do_not_fit_the_rest_of_a_run_are_refused(run, tmp_path):
     inferred = StageRun(opened().run, 'infer')
     write_json(inferred.stamp | dict(made=1.), inferred.stamp_path)
     for use in OpenRun.table, OpenRun.nbest, explore.write_errors, lambda run: explore.write_replay(run, 3):
-        with pytest.raises(PipelineError, match='older than what they are made from; `b2t decode` on this'): use(opened())
+        with pytest.raises(PipelineError, match='older than what they are made from; `b2t decode` on'): use(opened())
     assert 'WER' not in repr(opened()) and 'PER' in repr(opened())
     with pytest.raises(PipelineError, match='older than'): explore.write_errors(run, opened())
     elsewhere = OpenRun(Run(run.run.dir, tmp_path, save=False))
-    with pytest.raises(PipelineError, match='no such file; give the folder of packed trials with --work'): elsewhere.table()
+    with pytest.raises(PipelineError, match='no such file; give the folder of packed trials with'): elsewhere.table()
 
 
 def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):

@@ -24,9 +24,9 @@ def read_lines(
 ) -> Iterator[str]:                           # Unchanged lines
     """Stream the lines of files and lists, and the train sentences of folders with sessions or T12's MATLAB files.
 
-    A string in a list is a file name if that file exists, or if it is one word ending in .txt or .gz. Raises `ValueError`
-    that names a file without UTF-8 text or damaged, `FileNotFoundError`, and `files.ChangedError` for a file that
-    changes while it is read."""
+    A string in a list is a file name if that file exists, or if it is one word ending in .txt or .gz. Raises
+    `ValueError` that names a file without UTF-8 text or damaged, `FileNotFoundError`, and `files.ChangedError` for a
+    file that changes while it is read."""
     for text in [Path(texts)] if isinstance(texts, (str, Path)) else texts:
         # `open` raises an error for the name of a missing file
         is_name = isinstance(text, Path) or ' ' not in text and text.endswith(('.txt', '.gz'))

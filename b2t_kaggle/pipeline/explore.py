@@ -98,7 +98,7 @@ def table(
 ) -> pd.DataFrame: # Indexed by the trial's number
     "A row for each trial of a split: session, key, reference, hypothesis, per, wer, edits, confidence."
     index = self._index(split)[['session', 'key', 'sentence']].rename(columns={'sentence': 'reference'})
-    lists = self.nbest(split)
+    lists = self.nbest(split).items
     index['hypothesis'] = [hyps[0].text for hyps in lists]
     for column in ('per', 'wer', 'edits'): index[column] = np.nan
     if split == 'val':

@@ -114,7 +114,7 @@ def read_trials(path: str | Path) -> list[ForeignTrial]:
     Raises a `LogitError` that names the file."""
     path = Path(path)
     try:
-        if path.is_dir(): return _trials([_load(path/name) for name in _numbered(sorted(f.name for f in path.glob('*.npy')))])
+        if path.is_dir(): return _trials([_load(path/n) for n in _numbered(sorted(f.name for f in path.glob('*.npy')))])
         if path.suffix == '.npz':
             with _load(path) as content:
                 if expands_too_far(sum(m.file_size for m in content.zip.infolist()), path.stat().st_size):
