@@ -77,8 +77,8 @@ class StageRun:
 
     @property
     def holds(self) -> bool:
-        "Whether it used the latest outputs of earlier stages of the run."
-        stamp, needs = self.stamp, [n for n in self.needs if not STAGES[n.name].shared]
+        "Whether it used the latest outputs of the run's earlier stages."
+        stamp, needs = self.stamp, (StageRun(self.run, n) for n in self.run.needs(self.name) if not STAGES[n].shared)
         return 'outputs' in stamp and all(stamp.get('needs', {}).get(n.name) == n.id and n.holds for n in needs)
 
     def _changed_outputs(self) -> dict[Path, str]:
