@@ -74,7 +74,7 @@ class LogitStore:
 
     @classmethod
     def write(cls,
-        path: str | Path,             # File to write; its folder must exist
+        path: str | Path,             # File to write
         arrays: Iterable[np.ndarray], # Log-probabilities [T', K] of each trial, consumed one at a time
         index: pd.DataFrame,          # One row for each array, such as `TrialStore.index`
         provenance: dict,             # JSON values such as the model, the checkpoint's hash and the configuration

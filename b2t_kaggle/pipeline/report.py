@@ -108,7 +108,7 @@ def group_section(results: pd.DataFrame) -> str:
     "Tables by corpus, length and seen sentences, and the sessions as a figure and a table."
     rates = result_table(results)
     sessions = rates.loc['session']
-    parts = ['<p>An interval holds the rate of other sentences of the same kind in 95 of 100 cases.</p>',
+    parts = ['<p>If there are errors, the interval holds the rate of other such sentences in 95 of 100 cases.</p>',
              *(group_table(rates, by) for by in ('corpus', 'length', 'sentence'))]
     return '\n'.join([*parts, figure(plot_sessions(sessions), 'Error rates by session'),
                       f'<details><summary>Sessions as a table ({len(sessions)})</summary>'

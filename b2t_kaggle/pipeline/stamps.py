@@ -77,7 +77,7 @@ class StageRun:
 
     @property
     def holds(self) -> bool:
-        "Whether it used the latest outputs of the run's earlier stages."
+        "Whether it used the latest outputs of earlier stages."
         stamp, needs = self.stamp, (StageRun(self.run, n) for n in self.run.needs(self.name) if not STAGES[n].shared)
         return 'outputs' in stamp and all(stamp.get('needs', {}).get(n.name) == n.id and n.holds for n in needs)
 
