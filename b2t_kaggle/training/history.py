@@ -67,10 +67,8 @@ class History:
     def __init__(self,
         path: str | Path, # `history.csv`
         step: int = 0,    # Keep rows up to this batch, if the file exists
-        every: int = 10,  # Batches per row
     ):
         self.path = Path(path)
-        self.every = every
         self.window = []
         self.rows = []
         self.problem = '' # Why an old file was not read
@@ -91,7 +89,7 @@ class History:
     ) -> None:
         "Add a training batch; every tenth, or one with a validation or checkpoint, ends a row."
         self.window.append(values)
-        if not (validation or end_row or step % self.every == 0): return
+        if not (validation or end_row or step % 10 == 0): return
         means = dict(zip(values, np.mean([list(v.values()) for v in self.window], 0)))
         row = dict(step=step, loss=means.pop('loss'), grad_norm=means.pop('grad_norm'), lr=rates['model'],
                    lr_day=rates['day'], seconds=round(seconds, 2), val_loss=None, val_per=None)

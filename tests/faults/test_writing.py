@@ -63,8 +63,8 @@ def trials(n_bins=20):
 
 
 def write_history(path):
-    history = History(path, every=1)
-    for step in range(500): history.add(step, dict(loss=1., grad_norm=1.), dict(model=.1, day=.1), 1.)
+    history = History(path)
+    for step in range(0, 5000, 10): history.add(step, dict(loss=1., grad_norm=1.), dict(model=.1, day=.1), 1.)
     history.save()
 
 

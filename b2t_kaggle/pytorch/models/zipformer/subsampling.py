@@ -23,14 +23,12 @@ class ConvNeXt(nn.Module):
     "Residual block of a wide depthwise convolution and two pointwise layers (Liu et al., 2022)."
     def __init__(self,
         channels: int,                          # Channels, C
-        kernel_size: tuple[int, int] = (7, 7),  # Kernel size in frames and bands, odd
         layerdrop_rate: FloatLike | None = None, # Rate of skipping the block; None: from 20 % to 1.5 %
     ):
         super().__init__()
         if layerdrop_rate is None: layerdrop_rate = ScheduledFloat((0.0, 0.2), (20000.0, 0.015))
         hidden = 3 * channels
-        self.padding = tuple(k // 2 for k in kernel_size)
-        self.depthwise_conv = nn.Conv2d(channels, channels, kernel_size, groups=channels, padding=self.padding)
+        self.depthwise_conv = nn.Conv2d(channels, channels, 7, groups=channels, padding=3)
         self.pointwise_conv1 = nn.Conv2d(channels, hidden, 1)
         self.hidden_balancer = Balancer(hidden, channel_dim=1, min_positive=0.3, max_positive=1.0, min_abs=0.75,
                                         max_abs=5.0)
@@ -54,12 +52,11 @@ class ConvNeXt(nn.Module):
 
     def streaming_forward(self, x: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor]:
         "Output of the block `[B, C, T, F]`, and frames to keep for the next call `[B, C, 3, F]`."
-        n = self.padding[0]
-        T = x.shape[2] - n
+        T = x.shape[2] - 3
         seen = torch.cat([cached_left_pad, x], 2)
         conv = self.depthwise_conv
-        y = F.conv2d(seen, conv.weight, conv.bias, padding=(0, self.padding[1]), groups=conv.groups)
-        return x[:, :, :T] + self._added(y), seen[:, :, T:T + n]
+        y = F.conv2d(seen, conv.weight, conv.bias, padding=(0, 3), groups=conv.groups)
+        return x[:, :, :T] + self._added(y), seen[:, :, T:T + 3]
 
 # %% ../../../../nbs/pytorch/models/zipformer/08_subsampling.ipynb #c009
 class Conv2dSubsampling(nn.Module):
@@ -80,7 +77,7 @@ class Conv2dSubsampling(nn.Module):
             nn.Conv2d(layer1_channels, layer2_channels, 3, stride=2), balancer(layer2_channels, 4.0), SwooshR(),
             nn.Conv2d(layer2_channels, layer3_channels, 3, stride=(1, 2)), balancer(layer3_channels, 4.0), SwooshR(),
         )
-        self.convnext = ConvNeXt(layer3_channels, kernel_size=(7, 7))
+        self.convnext = ConvNeXt(layer3_channels)
         self.out_width = ((in_channels - 1) // 2 - 1) // 2
         self.layer3_channels = layer3_channels
         self.out = Linear(self.out_width * layer3_channels, out_channels)
@@ -99,9 +96,9 @@ class Conv2dSubsampling(nn.Module):
 
     def get_init_states(self, batch_size: int = 1, device: torch.device = torch.device('cpu')) -> Tensor:
         "Initial cache, zeros `[B, C, 3, F]`."
-        return torch.zeros(batch_size, self.layer3_channels, self.convnext.padding[0], self.out_width, device=device)
+        return torch.zeros(batch_size, self.layer3_channels, 3, self.out_width, device=device)
 
     def streaming_forward(self, x: Tensor, x_lens: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "Frames `[B, T, C]`, their number in each trial `[B]`, and the cache for the next call."
         x, cached_left_pad = self.convnext.streaming_forward(self.conv(x[:, None]), cached_left_pad)
-        return self.out_norm(self._joined(x)), (x_lens - 7) // 2 - self.convnext.padding[0], cached_left_pad
+        return self.out_norm(self._joined(x)), (x_lens - 7) // 2 - 3, cached_left_pad
