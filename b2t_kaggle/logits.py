@@ -79,8 +79,8 @@ class LogitStore:
         index: pd.DataFrame,          # One row for each array, such as `TrialStore.index`
         provenance: dict,             # JSON values such as the model, the checkpoint's hash and the configuration
     ) -> 'LogitStore':
-        """Write log-probabilities. Raises `LogitError` for invalid values, `RaggedError` if the index
-        does not have one row per array."""
+        """Write log-probabilities. Raises `LogitError` for invalid values, `RaggedError` if the
+        index does not have one row per array."""
         missing = [c for c in _TRIAL if c not in index]
         if missing:
             raise LogitError(f'{path}: the index lacks the columns {missing}; give TrialStore.index')
@@ -112,8 +112,9 @@ class LogitStore:
         mean: Literal['log_prob', 'prob'] = 'log_prob', # Geometric or arithmetic mean of the probabilities
         weights: Sequence[float] | None = None, # Weight of each store; default: equal weights
     ) -> 'LogitStore':
-        """Normalised average of several models; frames of slower ones are aligned with the fastest model's. Raises
-        `LogitError` for stores whose trials or classes differ, or frames that cannot be aligned."""
+        """Normalised average of several models; frames of slower ones are aligned with the fastest
+        model's. Raises `LogitError` for stores whose trials or classes differ, or frames that
+        cannot be aligned."""
         if mean not in ('log_prob', 'prob'): raise LogitError(f'mean is {mean!r}, expected log_prob or prob')
         if not stores: raise LogitError('found no stores to average')
         w = None if weights is None else _normalized(weights, len(stores))
@@ -138,8 +139,9 @@ class FrameTimes(NamedTuple):
         return self.begin + np.arange(n_frames)*self.stride + self.length/2
 
     def in_ms(self) -> dict[str, float]: # `frame_ms` and `frame_offset_ms` of a `LexiconBeamDecoder`
-        """Time per frame, and start of the first one relative to the trial's start, in milliseconds. A frame represents
-        the `stride` bins of 20 ms around its middle; delays of less than a frame are ignored."""
+        """Time per frame, and start of the first one relative to the trial's start, in
+        milliseconds. A frame represents the `stride` bins of 20 ms around its middle; delays of
+        less than a frame are ignored."""
         return dict(frame_ms=20.*self.stride, frame_offset_ms=20*(self.begin + (self.length - self.stride)/2))
 
 def frame_times(provenance: Mapping) -> FrameTimes | None:

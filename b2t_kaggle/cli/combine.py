@@ -171,8 +171,8 @@ def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], m
 
 def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined],
                 lm_texts: Sequence[Path] = ()) -> None:
-    """If references are known, print error rates by corpus and for sentences of a text, and gains over the plain
-    vote and the best system."""
+    """If references are known, print error rates by corpus and for sentences of a text, and gains
+    over the plain vote and the best system."""
     labelled = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(labelled): return
     texts = [c.text for name, c in zip(hypotheses.trials, combined) if name in labelled.trials]

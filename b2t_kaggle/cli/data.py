@@ -93,8 +93,9 @@ def check(folder, config_, overrides):
 def show(session, trial, split, output):
     """Plot a session, or one of its trials.
 
-    SESSION is a session's folder, such as sessions/t15.2023.08.11, and TRIAL a number or a name such as trial_0003.
-    A session's plot has the mean of each feature per trial, a trial's plot all bins."""
+    SESSION is a session's folder, such as sessions/t15.2023.08.11, and TRIAL a number or a name
+    such as trial_0003. A session's plot has the mean of each feature per trial, a trial's plot all
+    bins."""
     import numpy as np
 
     from b2t_kaggle.data.plots import plot_features
@@ -119,7 +120,7 @@ def show(session, trial, split, output):
 def import_(folder, output):
     """Convert the recordings of participant T12 to sessions.
 
-    FOLDER is competitionData of doi:10.5061/dryad.x69p8czpq, unpacked. Imported sessions are kept: after an
-    interruption the same command continues."""
+    FOLDER is competitionData of doi:10.5061/dryad.x69p8czpq, unpacked. Imported sessions are kept:
+    after an interruption the same command continues."""
     for warning in import_t12(folder, output, progress=True): echo(f'warning: {warning}')
     echo(f'The sessions are in {output}\nNext: b2t run --data {output} --set model.neural_dim=256')

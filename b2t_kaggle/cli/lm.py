@@ -92,9 +92,9 @@ def clean(texts, output, numbers, vocab):
 def import_model(source, output):
     """Convert CMU Sphinx's language model to an ARPA file.
 
-    It is a trigram model of general English with 72,500 words. SOURCE is the model's file (en-us.lm.bin), or the
-    wheel of pocketsphinx that has it (29 MB, `pip download pocketsphinx --no-deps`). A run needs no conversion:
-    lm.general accepts SOURCE."""
+    It is a trigram model of general English with 72,500 words. SOURCE is the model's file
+    (en-us.lm.bin), or the wheel of pocketsphinx that has it (29 MB, `pip download pocketsphinx
+    --no-deps`). A run needs no conversion: lm.general accepts SOURCE."""
     import_sphinx(source, output)
     echo(f'{model_report([output]).to_string()}\nWrote {output}')
 
@@ -139,8 +139,8 @@ def report(models, texts):
 def get(name, output):
     """Fetch a public n-gram model, or list all.
 
-    NAME is fetched as gzipped ARPA, or as a folder of the organisers' decoder; without NAME, all models are listed with
-    size and licence."""
+    NAME is fetched as gzipped ARPA, or as a folder of the organisers' decoder; without NAME, all
+    models are listed with size and licence."""
     if name is None:
         refuse_options({'output'}, 'without NAME no model is fetched')
         return echo(list_models())
@@ -164,9 +164,10 @@ def get(name, output):
 def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     """Fine-tune a causal language model on sentences.
 
-    MODEL (a transformers folder, a GGUF file, or a name on the hub) learns the register of TEXTS (files with one
-    sentence per line, or folders of sessions, whose train sentences are read). The result is a LoRA adapter: set
-    rescore.llm to it (or rescore.llm to MODEL, rescore.llm_adapter to it), and rescore.end=true."""
+    MODEL (a transformers folder, a GGUF file, or a name on the hub) learns the register of TEXTS
+    (files with one sentence per line, or folders of sessions, whose train sentences are read). The
+    result is a LoRA adapter: set rescore.llm to it (or rescore.llm to MODEL, rescore.llm_adapter to
+    it), and rescore.end=true."""
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
     check_output(output, is_folder=True, mark='adapter_config.json')

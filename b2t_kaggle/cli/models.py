@@ -26,9 +26,10 @@ from ..pipeline.frameworks import convert as convert_model
 def convert(source, target, preset_, overrides, yes):
     """Convert a model to another framework.
 
-    TARGET is for TensorFlow if it ends in .weights.h5, for PyTorch if in .pt, else a folder of the official kit.
-    SOURCE is a checkpoint of any of the three, or its folder. With --preset it may be a checkpoint
-    of icefall's second Zipformer; its front end and output layer are replaced by new ones."""
+    TARGET is for TensorFlow if it ends in .weights.h5, for PyTorch if in .pt, else a folder of the
+    official kit. SOURCE is a checkpoint of any of the three, or its folder. With --preset it may be
+    a checkpoint of icefall's second Zipformer; its front end and output layer are replaced by new
+    ones."""
     if overrides and not preset_: raise click.UsageError('--set changes a preset; say which, with --preset')
     cfg = load_config(base=preset_, overrides=overrides) if preset_ else None
     if Path(target).exists() and not yes: click.confirm(f'{target} exists; replace it?', abort=True)
@@ -60,8 +61,8 @@ def audio():
 def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     """Make the target of each distinct sentence in SOURCES.
 
-    SOURCES are folders of sessions, or text files, one sentence per line. Existing targets of the same voice and tower
-    are kept; after an interruption the same command continues."""
+    SOURCES are folders of sessions, or text files, one sentence per line. Existing targets of the
+    same voice and tower are kept; after an interruption the same command continues."""
     import torch
 
     from b2t_kaggle.data.t12 import train_sentences

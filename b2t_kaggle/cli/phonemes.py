@@ -69,9 +69,9 @@ def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, 
 def confusions(lists, lm_path, words, output, texts, **llm):
     """Learn a model’s confusions from phoneme lists.
 
-    LISTS are the best phoneme sequences of trials with known sentences: JSON Lines, with `five_best`, `nbest` or
-    `greedy`, and `phonemes` and `sentence` in each line. The weights of the n-gram and an LLM are also
-    learned, for `b2t decode-phonemes`."""
+    LISTS are the best phoneme sequences of trials with known sentences: JSON Lines, with
+    `five_best`, `nbest` or `greedy`, and `phonemes` and `sentence` in each line. The weights of the
+    n-gram and an LLM are also learned, for `b2t decode-phonemes`."""
     trials = read_phoneme_lists(lists, labelled=True)
     model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(texts, **llm))
     decoder.save_confusions(output, model)
@@ -95,8 +95,8 @@ def confusions(lists, lm_path, words, output, texts, **llm):
 def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, texts, **llm):
     """Decode phoneme lists into sentences.
 
-    LISTS are the best phoneme sequences of trials: JSON Lines, with `five_best`, `nbest` or `greedy` in each
-    line. The error rate is printed if all lines have `sentence`."""
+    LISTS are the best phoneme sequences of trials: JSON Lines, with `five_best`, `nbest` or
+    `greedy` in each line. The error rate is printed if all lines have `sentence`."""
     trials = read_phoneme_lists(lists)
     model = decoder.load_confusions(confusions_path)
     if llm['llm'] and not model.ranking:

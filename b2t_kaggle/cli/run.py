@@ -220,9 +220,9 @@ def _sweep_runs(sweep: 'Sweep', trials: int) -> None:
 def sweep(force, overrides, trials, study, startup, **options):
     """Train many runs with values chosen by Optuna.
 
-    The worst ones are stopped early. --set may give a range: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or KEY=A,B,C. The runs are
-    NAME-000, NAME-001 and so on; they are compared by their phoneme error rate on val. After an interruption the same
-    command continues."""
+    The worst ones are stopped early. --set may give a range: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or
+    KEY=A,B,C. The runs are NAME-000, NAME-001 and so on; they are compared by their phoneme error
+    rate on val. After an interruption the same command continues."""
     if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')
     from b2t_kaggle.pipeline.sweep import Sweep, ranges_of, split_ranges  # Imports pandas
     texts, fixed = split_ranges(overrides)

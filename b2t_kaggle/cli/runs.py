@@ -73,8 +73,9 @@ def runs(out):
 def keys(part):
     """Show configuration keys, their values and meaning.
 
-    PART is a group, or a part of keys' names; without it, the groups are listed. Each key is shown with its values in
-    the presets demo and official, its meaning, the stages that read it, and its limits."""
+    PART is a group, or a part of keys' names; without it, the groups are listed. Each key is shown
+    with its values in the presets demo and official, its meaning, the stages that read it, and its
+    limits."""
     fields = config_fields()
     if part is None:
         numbers = Counter(key.split('.')[0] for key in fields)
@@ -123,7 +124,7 @@ def errors(run, before, out, work):
 def replay(run, trial, out, work):
     """Write a page that replays the decoding of a trial.
 
-    Open it in a browser. TRIAL is a number in val, as in `b2t errors`. Features, phonemes and words appear in real
-    time, as an online decoder would show them."""
+    Open it in a browser. TRIAL is a number in val, as in `b2t errors`. Features, phonemes and words
+    appear in real time, as an online decoder would show them."""
     from b2t_kaggle.pipeline.explore import open_run, write_replay
     echo(f'Open in a browser: {write_replay(open_run(run, out, work), trial)}')

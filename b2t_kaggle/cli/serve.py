@@ -70,8 +70,8 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
           **options):
     """Decode online over the official Redis streams.
 
-    A run's language model, and its LLM if it has one (rescore.llm), answer the official evaluation's requests. The
-    official script's options are also accepted."""
+    A run's language model, and its LLM if it has one (rescore.llm), answer the official
+    evaluation's requests. The official script's options are also accepted."""
     if kaldi: raise click.UsageError('--max-active, --min-active, --beam, --lattice-beam: for Kaldi; set decode.beam')
     if gpu_number: os.environ['CUDA_VISIBLE_DEVICES'] = gpu_number
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,

@@ -156,8 +156,8 @@ _AREAS = {area: {f for f in range(512) if AREAS[f//64 % 4].endswith(area)} for a
 _KINDS = dict(threshold_crossings={*range(256)}, spike_power={*range(256, 512)})
 
 def feature_indices(chosen: Any) -> Any:
-    """Indices of T15's features by names of areas and kinds, such as `['55b', 'spike_power']` or `'6v,4'`; null and
-    lists of numbers are unchanged. Raises `ValueError` for an unknown name."""
+    """Indices of T15's features by names of areas and kinds, such as `['55b', 'spike_power']` or
+    `'6v,4'`; null and lists of numbers are unchanged. Raises `ValueError` for an unknown name."""
     names = str(chosen).split(',') if isinstance(chosen, str | int) else chosen
     if not isinstance(names, Iterable) or all(isinstance(f, Integral) for f in names): return chosen
     names = [str(name).replace(' ', '') for name in names]
@@ -296,8 +296,9 @@ class DecodeConfig(LLMConfig):
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
     tune: bool | Literal['cost'] = True
-    """Whether acoustic scale, blank penalty and word score are tuned on val, unless they were changed. `cost` also
-    picks the cheapest beam, threshold and n-gram weight within one standard error of the best."""
+    """Whether acoustic scale, blank penalty and word score are tuned on val, unless they were
+    changed. `cost` also picks the cheapest beam, threshold and n-gram weight within one standard
+    error of the best."""
     lm_weight: float = Field(1.0, ge=0)
     "Weight of the n-gram's natural-log score."
     word_score: float = 0.0

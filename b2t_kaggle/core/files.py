@@ -176,8 +176,9 @@ def atomic_path(
     durable: bool = False,      # Wait until the disk has the contents, so that they survive a power cut
     suffix: str | None = None,  # End of the temporary name, after `.tmp`; by default the suffixes of `path`
 ) -> Iterator[Path]:
-    """A temporary file next to `path`, renamed to `path` at the end of the block, or removed if the block raises.
-    Raises `WriteError` if the file cannot be written, or `path` is a folder or a device."""
+    """A temporary file next to `path`, renamed to `path` at the end of the block, or removed if the
+    block raises. Raises `WriteError` if the file cannot be written, or `path` is a folder or a
+    device."""
     path = Path(path)
     check_output(path)
     with _explained(path, path):
@@ -383,9 +384,11 @@ def _hash_note(path: Path) -> Path | None:
     return user_cache('hashes')/hashlib.sha256(repr(state).encode()).hexdigest()[:32]
 
 def content_hashes(paths: Iterable[str | Path]) -> list[str]:
-    """SHA-256 of each file's whole content, in hexadecimal; shows progress if reading takes a few seconds.
+    """SHA-256 of each file's whole content, in hexadecimal; shows progress if reading takes a few
+    seconds.
 
-    A file of 16 MiB or more is read once, and again if its size, its times or its inode has changed."""
+    A file of 16 MiB or more is read once, and again if its size, its times or its inode has
+    changed."""
     digests = []
     for file in tqdm(list(map(Path, paths)), 'hashing files', delay=2):
         note = _hash_note(file)

@@ -109,8 +109,9 @@ class Lock:
     def acquire(self,
         seconds: float | None = None, # Longest time to wait; None: no limit
     ) -> None:
-        """Take the lock. After three seconds of waiting, and then each minute, it prints which process holds it. Raises
-        `LockedError` if another process holds it longer, `OSError` if its file cannot be written."""
+        """Take the lock. After three seconds of waiting, and then each minute, it prints which
+        process holds it. Raises `LockedError` if another process holds it longer, `OSError` if its
+        file cannot be written."""
         begun = time.monotonic()
         silence: float = 3
         while not self._take():

@@ -57,7 +57,8 @@ _SEQUENCE = re.compile(r'(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f
 def printable(
     text: object, # Text from others, or an object such as a path
 ) -> str:
-    """One line without control sequences and invisible characters; tabs and line breaks become spaces.
+    """One line without control sequences and invisible characters; tabs and line breaks become
+    spaces.
 
     Bytes of a file name that are not UTF-8 become U+FFFD."""
     text = str(text)

@@ -107,8 +107,8 @@ def _index_checksum(batch: pa.RecordBatch, k: int, is_last: bool) -> int:
 
 # %% ../../nbs/core/10_ragged.ipynb #c020
 class RaggedWriter:
-    """Writes arrays of one type to one file, as a stream. A context manager: the file is in place when the block ends,
-    and unchanged if the block raises."""
+    """Writes arrays of one type to one file, as a stream. A context manager: the file is in place
+    when the block ends, and unchanged if the block raises."""
     def __init__(self,
         path: str | Path,                 # File to write; its folder is made if it is missing
         dtype: str | np.dtype,            # Stored type of the values
@@ -210,8 +210,8 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
 
 # %% ../../nbs/core/10_ragged.ipynb #c024
 def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[pa.RecordBatch, list[int]]:
-    """Read a chunk, whose offsets and texts are checked, and the checksums of its arrays; raises `RaggedError`.
-    The values are not read."""
+    """Read a chunk, whose offsets and texts are checked, and the checksums of its arrays; raises
+    `RaggedError`. The values are not read."""
     try:
         batch, custom = reader.get_batch_with_custom_metadata(k)
         batch.validate(full=True)

@@ -215,9 +215,9 @@ def read_yaml_file(path: str | Path) -> Any:
 
 # %% ../../nbs/core/03_reading.ipynb #c025
 def open_hdf5(path: str | Path) -> 'h5py.File':
-    """Open a file to read it, locked against writers if its file system has locks (NFS and Lustre may have none).
-    Raises `ReadError` for a pipe or device, or if another process has it open for writing, `OSError` if HDF5 cannot
-    open it."""
+    """Open a file to read it, locked against writers if its file system has locks (NFS and Lustre
+    may have none). Raises `ReadError` for a pipe or device, or if another process has it open for
+    writing, `OSError` if HDF5 cannot open it."""
     import h5py
     check_is_file(path)
     try: return h5py.File(path, 'r')
@@ -275,8 +275,8 @@ def read_attribute(
     group: 'h5py.Group',
     name: str, # Name of an existing attribute
 ) -> Any:
-    """An attribute; text as `str` without padding (spaces, zeros), an array of one value as a scalar. Raises
-    `ReadError` for a large one, or text that is not UTF-8."""
+    """An attribute; text as `str` without padding (spaces, zeros), an array of one value as a
+    scalar. Raises `ReadError` for a large one, or text that is not UTF-8."""
     import h5py
     attribute = h5py.h5a.open(group.id, name.encode())
     n_bytes = math.prod(attribute.shape or ())*attribute.dtype.itemsize

@@ -186,8 +186,9 @@ def download(
     token: str | None = None, # Token of an account with access
     progress: bool = False,   # Show a progress bar
 ) -> Path:                    # The file, complete and checked
-    """Download a file, or the rest of it; a complete one is only checked. Raises `DownloadError` if it cannot be
-    fetched or arrives damaged, `AccessError` if the server refuses, `OSError` on a full disk."""
+    """Download a file, or the rest of it; a complete one is only checked. Raises `DownloadError` if
+    it cannot be fetched or arrives damaged, `AccessError` if the server refuses, `OSError` on a
+    full disk."""
     path = Path(folder)/file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = Lock(path.with_name(f'.{path.name}.lock'), str(path))
@@ -219,8 +220,8 @@ def unpack_zip(
     folder: str | Path,     # Folder to create; must not exist
     progress: bool = False, # Show a progress bar
 ) -> Path:                  # `folder`
-    """Unpack an archive atomically. Raises `DownloadError` if it is damaged, encrypted, expands too much or
-    would write outside the folder, `OSError` on a full disk."""
+    """Unpack an archive atomically. Raises `DownloadError` if it is damaged, encrypted, expands too
+    much or would write outside the folder, `OSError` on a full disk."""
     path = Path(path)
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f'{folder}: already exists; {path.name} is unpacked into a new folder')
@@ -300,8 +301,8 @@ def get_from_dryad(
     folder: str | Path,     # Folder for the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # Folder of the sessions
-    """Fetch, check and unpack the missing archives. Raises `DownloadError`, `AccessError` if Dryad needs another token,
-    `OSError` on a full disk."""
+    """Fetch, check and unpack the missing archives. Raises `DownloadError`, `AccessError` if Dryad
+    needs another token, `OSError` on a full disk."""
     folder = Path(folder)
     if missing := _missing(folder):
         offered = _dryad_files()
@@ -335,8 +336,9 @@ def get_from_kaggle(
     folder: str | Path,     # Folder for the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # Folder of the sessions
-    """Fetch the competition's files with Kaggle's client and unpack them; `brain-to-text-25.zip` from a browser works
-    as well. Raises `AccessError` if Kaggle refuses, `DownloadError` without a client, `OSError` on a full disk."""
+    """Fetch the competition's files with Kaggle's client and unpack them; `brain-to-text-25.zip`
+    from a browser works as well. Raises `AccessError` if Kaggle refuses, `DownloadError` without a
+    client, `OSError` on a full disk."""
     folder = Path(folder)
     if not _missing(folder): return _recordings_folder(folder)
     archive = folder/f'{COMPETITION}.zip'

@@ -207,9 +207,10 @@ def build(cls: TrialStore,
     *,
     progress: bool = True,              # Show a progress bar
 ) -> TrialStore:
-    """Pack a split, or open its store if the source files and options have not changed. Raises `SessionError`
-    for damaged data, `StoreError` for sessions or features that do not exist, `RaggedError` for values that the
-    stored type cannot hold, `files.WriteError` if the disk is full, `files.ChangedError` if a session changes."""
+    """Pack a split, or open its store if the source files and options have not changed. Raises
+    `SessionError` for damaged data, `StoreError` for sessions or features that do not exist,
+    `RaggedError` for values that the stored type cannot hold, `files.WriteError` if the disk is
+    full, `files.ChangedError` if a session changes."""
     path = Path(path)
     source = _Source(data_dir, split, sessions, feature_subset)
     stats = {s: file.stat() for s, file in source.files.items()}

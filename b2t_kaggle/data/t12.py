@@ -33,8 +33,8 @@ def import_t12(
     out_dir: str | Path,    # Folder for the session folders
     progress: bool = False, # Show a progress bar
 ) -> list[Problem]:         # Warnings about missing files
-    """Import MATLAB files as sessions `t12.YYYY.MM.DD`; sessions whose files have not changed are skipped. Raises
-    `SessionError` for an unusable file, `files.WriteError` on a full disk."""
+    """Import MATLAB files as sessions `t12.YYYY.MM.DD`; sessions whose files have not changed are
+    skipped. Raises `SessionError` for an unusable file, `files.WriteError` on a full disk."""
     out_dir = Path(out_dir)
     folder, sessions = _sources(Path(folder))
     try: imported = dict(parse_json((out_dir/_RECORD).read_bytes()))

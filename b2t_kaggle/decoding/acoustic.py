@@ -61,8 +61,8 @@ def with_pronunciations(
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c010
 class SpellingGraph(NamedTuple):
-    """The graph of a sentence's spellings; node 0 is before the first word, the last one is its final SIL.
-    If no class ends words, a word's last node replaces its SIL."""
+    """The graph of a sentence's spellings; node 0 is before the first word, the last one is its
+    final SIL. If no class ends words, a word's last node replaces its SIL."""
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
     before: np.ndarray # Predecessors of all nodes [A]
@@ -293,8 +293,9 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, scratch):
 
 @_jit
 def _score_above(log_probs, graph, limits, least, add, most, saved, ranges):
-    """Log-probability of the frames given a sentence, over all paths that can reach `least`; -inf if no path can.
-    Resumes from saved states and saves new ones. Writes the computed nodes into `ranges`."""
+    """Log-probability of the frames given a sentence, over all paths that can reach `least`; -inf
+    if no path can. Resumes from saved states and saves new ones. Writes the computed nodes into
+    `ranges`."""
     label = np.full(len(limits.reach), -math.inf) # Score of paths that end in the node's class
     blank = np.full(len(limits.reach), -math.inf) # Score of paths that end in a blank after it
     if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, ranges)): return -math.inf
@@ -447,8 +448,8 @@ def _n_common(a, b):
 
 @_jit
 def _scores(log_probs, words, starts, order, prons, add, prior, ranges):
-    """Score of each text, -inf if there are too few frames; neighbours in `order` begin with equal words. Writes the
-    computed nodes of the last text into `ranges`."""
+    """Score of each text, -inf if there are too few frames; neighbours in `order` begin with equal
+    words. Writes the computed nodes of the last text into `ranges`."""
     n_frames = len(log_probs)
     ahead = _most_ahead(log_probs, add)
     saved = _no_states(n_frames)
@@ -505,7 +506,8 @@ def acoustic_scores(
     prons: Pronunciations, # Pronunciations of all words
     add: bool,             # Whether to sum over paths; otherwise the best one counts
 ) -> np.ndarray:           # Natural-log probability for each text [n]
-    """Log-probability of the frames given each text: CTC's forward recursion (Graves et al., 2006) over a word graph.
+    """Log-probability of the frames given each text: CTC's forward recursion (Graves et al., 2006)
+    over a word graph.
 
     If the frames fit the texts, the time is proportional to the length of the trial."""
     texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]

@@ -112,8 +112,9 @@ def cross_calibrate(
     lists: Sequence[Sequence[Hypothesis]], # n-best list of each trial, best first
     references: Sequence[str],             # Sentence of each trial
 ) -> Calibration:
-    """Fit the temperature with the lowest cross-entropy of the confidences of the best hypotheses' words: temperature
-    scaling (Guo et al., 2017), cross-validated. Raises `ValueError` if there are no words."""
+    """Fit the temperature with the lowest cross-entropy of the confidences of the best hypotheses'
+    words: temperature scaling (Guo et al., 2017), cross-validated. Raises `ValueError` if there are
+    no words."""
     evidence = word_evidence(lists, references)
     costs = evidence.costs()
     fold = evidence.list_of % _FOLDS

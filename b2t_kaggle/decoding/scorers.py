@@ -75,8 +75,8 @@ class AutomatonScorer:
         "Do nothing: an automaton does not grow."
 
     def with_words(self, words: list[str], expected: list[int]) -> 'AutomatonScorer':
-        """A copy with more words. `expected` words that the n-gram lacks get the unigram probability of the lexicon's
-        median word."""
+        """A copy with more words. `expected` words that the n-gram lacks get the unigram
+        probability of the lexicon's median word."""
         scorer = copy(self)
         unknown, first = self.automaton.unknown, self.arrays.first
         scorer.word_ids = ids = np.insert(self.word_ids, -2, self.automaton.ids(words))
@@ -127,8 +127,9 @@ def _within_phrase(ngram, pair, word):
 
 @_inlined
 def score_word(ngram, state, word):
-    """log10 probability of a word after a state, and the next state: -1 if KenLM must be queried or there are too many
-    pairs. Words are indices into the lexicon, W for `<unk>` and W + 1 (or -1) for the sentence end."""
+    """log10 probability of a word after a state, and the next state: -1 if KenLM must be queried or
+    there are too many pairs. Words are indices into the lexicon, W for `<unk>` and W + 1 (or -1)
+    for the sentence end."""
     if state >= _PAIRS: return _within_phrase(ngram, state - _PAIRS, word)
     log_prob, state = _ngram_score(ngram, state, word)
     if ngram.word_ids[word] < _BOOSTED: return log_prob, state

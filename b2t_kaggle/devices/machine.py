@@ -247,7 +247,8 @@ def detect(
 ) -> Detected:
     """Devices and packages of this machine, without importing another framework.
 
-    The arguments after the first are for simulated machines. Raises `ValueError` for an unknown framework."""
+    The arguments after the first are for simulated machines. Raises `ValueError` for an unknown
+    framework."""
     if framework not in (None, 'torch', 'xla', 'tensorflow'):
         raise ValueError(f'framework {framework!r} does not exist; use torch, xla, tensorflow or None')
     variables = seen_variables(environ)

@@ -206,7 +206,8 @@ def pick_tensorflow(accelerator: str = 'auto', precision: str = 'auto') -> Devic
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c032
 def create_tpu_strategy(accelerator: str = 'auto', device: Device | None = None):
-    """A `tf.distribute.Strategy` with a replica on each core of the TPU, else on each GPU or logical processor.
+    """A `tf.distribute.Strategy` with a replica on each core of the TPU, else on each GPU or
+    logical processor.
 
     Prints the device, which `pick_tensorflow` chooses unless it is given. Raises `DeviceError`."""
     device = device or pick_tensorflow(accelerator)
@@ -226,10 +227,11 @@ def create_tpu_strategy(accelerator: str = 'auto', device: Device | None = None)
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c035
 def configure_mixed_precision(device: Device | str | None = None) -> str:
-    """Set and return Keras' policy, `mixed_bfloat16`, `mixed_float16` or `float32`, for a device or a precision.
+    """Set and return Keras' policy, `mixed_bfloat16`, `mixed_float16` or `float32`, for a device or
+    a precision.
 
-    None and `auto` start a device. With float32, products are not rounded to TF32; with 16 bits, they may
-    be."""
+    None and `auto` start a device. With float32, products are not rounded to TF32; with 16 bits,
+    they may be."""
     load_triton()
     import keras
     import tensorflow as tf

@@ -213,7 +213,8 @@ def _version(self: Client, name: str) -> int:
 def fetch_output(self: Client, name: str, folder: Path) -> None:
     """Fetch a notebook's output into a new folder.
 
-    Raises `UnreachableError` if the download breaks off (another call resumes it) or the notebook has run again."""
+    Raises `UnreachableError` if the download breaks off (another call resumes it) or the notebook
+    has run again."""
     version, request = self._version(name), f'output of {name}'
     files = self._list_output(name)
     if foreign := [file.name for file in files if not stays_inside(file.name)]:

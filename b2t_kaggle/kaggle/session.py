@@ -56,7 +56,8 @@ class Attached:
     def only(self, models: Sequence[str | Path]) -> 'Attached':
         """Inputs with only the models named by their path or by their notebook, `OWNER/SLUG`.
 
-        Without names, only the official checkpoint is left out. Raises `NotebookError` for a name without a model."""
+        Without names, only the official checkpoint is left out. Raises `NotebookError` for a name
+        without a model."""
         if not models: return replace(self, official=())
         models = [models] if isinstance(models, str | Path) else models
         def is_in(path, model):
@@ -242,7 +243,8 @@ def prepare_training(
     framework: str | None = None,    # `pytorch` or `tensorflow`; None: the attached run's, else PyTorch
     hours: float | None = None,      # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
-    """The run that a notebook trains: the attached run, or a new one. Without recordings it simulates them.
+    """The run that a notebook trains: the attached run, or a new one. Without recordings it
+    simulates them.
 
     Prints the inputs. Raises `NotebookError` with everything that is missing, or `ConfigError`."""
     run_dir = Path(work_dir)/'run'

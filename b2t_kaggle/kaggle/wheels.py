@@ -85,10 +85,11 @@ def emulated(self: Image) -> Iterator[Path]:
 
 @patch
 def plan_installation(self: Image, requirements: Iterable[str], *options: str) -> dict[str, str]:
-    """Packages that pip would install, with their versions. Image packages of unknown version are assumed to meet the
-    requirements.
+    """Packages that pip would install, with their versions. Image packages of unknown version are
+    assumed to meet the requirements.
 
-    Raises `RuntimeError` if a package has no wheel for the image, or if pip would replace one of the image's."""
+    Raises `RuntimeError` if a package has no wheel for the image, or if pip would replace one of
+    the image's."""
     with self.emulated() as python, scratch_folder() as scratch:
         report = scratch/'report.json'
         _pip('install', '--dry-run', '--report', report, *self.pip_options(), *options, *requirements, python=python)
@@ -122,8 +123,8 @@ def build_wheels(
     folder: str | Path,                # Folder to write
     packages: Iterable[str] = (),      # Further requirements, in pip's syntax
 ) -> dict:                             # Content of `manifest.json`
-    """Write a folder of wheels from which the kit can be installed offline. Raises `RuntimeError` as does
-    `Image.plan_installation`."""
+    """Write a folder of wheels from which the kit can be installed offline. Raises `RuntimeError`
+    as does `Image.plan_installation`."""
     folder = Path(folder)
     check_output(folder, is_folder=True, mark='manifest.json')
     with scratch_folder() as built, replaced_folder(folder) as new:

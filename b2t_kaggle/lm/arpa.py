@@ -46,7 +46,8 @@ class Arpa(NamedTuple):
 class ArpaReader:
     """Iterate over the n-grams of an ARPA file, in `Grams` of at most `size`.
 
-    `words` and `ids` are complete after the unigrams. Raises an `ArpaError` that names file and line."""
+    `words` and `ids` are complete after the unigrams. Raises an `ArpaError` that names file and
+    line."""
     def __init__(self,
         path: str | Path,    # ARPA file, plain or .gz
         size: int = 100_000, # n-grams read at a time
@@ -101,8 +102,8 @@ def open_text(
 ):
     """Open a UTF-8 text file; a byte order mark at its beginning is skipped.
 
-    Reading raises `UnicodeDecodeError` for bytes that are not UTF-8, and `ReadError` for overlong lines.
-    Bytes of another encoding in an `ArpaReader`'s words are written unchanged."""
+    Reading raises `UnicodeDecodeError` for bytes that are not UTF-8, and `ReadError` for overlong
+    lines. Bytes of another encoding in an `ArpaReader`'s words are written unchanged."""
     if 'r' in mode:
         check_is_file(path)
         f = limit_lines(_opener(path)(path, 'rb'), path)

@@ -69,8 +69,8 @@ class Automaton:
     ) -> 'Automaton':
         """Read an ARPA file, or its cached arrays.
 
-        Raises `FileNotFoundError`, `ValueError` that names file and line, or `files.ChangedError` if the file changes
-        while it is read."""
+        Raises `FileNotFoundError`, `ValueError` that names file and line, or `files.ChangedError`
+        if the file changes while it is read."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
@@ -357,9 +357,11 @@ def is_arpa(
 def load_ngram(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary
 ) -> Automaton | NGram:
-    """Load a model in the form that is fastest to search: `Automaton` for an ARPA file, `NGram` for a binary.
+    """Load a model in the form that is fastest to search: `Automaton` for an ARPA file, `NGram` for
+    a binary.
 
-    Both have `score`, `word_scores`, `in`, `order` and `path`. Raises the errors of their `load`."""
+    Both have `score`, `word_scores`, `in`, `order` and `path`. Raises the errors of their
+    `load`."""
     return Automaton.load(path) if is_arpa(path) else NGram.load(path)
 
 # %% ../../nbs/lm/09_automaton.ipynb #c042

@@ -49,8 +49,8 @@ def score_sentences(
 ) -> np.ndarray:                # Natural-log probabilities [N]; 0 for an empty text without end
     """Exact log-probabilities of sentences under a language model.
 
-    Raises `LanguageModelError` for texts that are too long, another model's tokenizer or scores that are not finite,
-    and `ValueError` for a wrong number of contexts."""
+    Raises `LanguageModelError` for texts that are too long, another model's tokenizer or scores
+    that are not finite, and `ValueError` for a wrong number of contexts."""
     if isinstance(sentences, str): raise ValueError(f'sentences: found one text {sentences!r}, expected a list')
     contexts = [re.sub(r'[^\S\n]+', ' ', c).strip(' ')
                 for c in ([context]*len(sentences) if isinstance(context, str) else context)]
@@ -413,8 +413,8 @@ def tree_inputs(
 
 def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: np.ndarray | None = None,
                  past=None) -> np.ndarray:
-    """Log-probabilities of n sentences [n]; each node sees its ancestors unless `visible` [N, N] says otherwise.
-    `past` has the keys and values of the shared prompt."""
+    """Log-probabilities of n sentences [n]; each node sees its ancestors unless `visible` [N, N]
+    says otherwise. `past` has the keys and values of the shared prompt."""
     inputs = tree_inputs(model, tree, visible, past.get_seq_length() if past else 0)
     scores = _token_scores(model, inputs, tree.node, tree.target, separate_head, past)
     if past: past.crop(-len(tree.tokens))
@@ -550,8 +550,9 @@ def choose_start(
     sentences: Sequence[str], # Sentences of the train split
     prompt: int | str = 0,    # Number of sentences before every text, or `auto`, which also tries none
 ) -> str:                     # Log line about the choice
-    """Choose the tokens before every text by the log-probability of 64 sentences; the prompt uses others.
-    Raises `LanguageModelError` if a prompt is too long for the model, or there are too few sentences for it."""
+    """Choose the tokens before every text by the log-probability of 64 sentences; the prompt uses
+    others. Raises `LanguageModelError` if a prompt is too long for the model, or there are too few
+    sentences for it."""
     _STARTS.pop(tokenizer, None)
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model
     texts = list(dict.fromkeys(sentences))

@@ -22,11 +22,12 @@ from ..phonemes import normalize_sentence, normalize_words, spell_numbers, to_as
 def read_lines(
     texts: str | Path | Iterable[str | Path], # Text files (plain or .gz), folders of sessions, lines of text
 ) -> Iterator[str]:                           # Unchanged lines
-    """Stream the lines of files and lists, and the train sentences of folders with sessions or T12's MATLAB files.
+    """Stream the lines of files and lists, and the train sentences of folders with sessions or
+    T12's MATLAB files.
 
-    A string in a list is a file name if that file exists, or if it is one word ending in .txt or .gz. Raises
-    `ValueError` that names a file without UTF-8 text or damaged, `FileNotFoundError`, and `files.ChangedError` for a
-    file that changes while it is read."""
+    A string in a list is a file name if that file exists, or if it is one word ending in .txt or
+    .gz. Raises `ValueError` that names a file without UTF-8 text or damaged, `FileNotFoundError`,
+    and `files.ChangedError` for a file that changes while it is read."""
     for text in [Path(texts)] if isinstance(texts, (str, Path)) else texts:
         # `open` raises an error for the name of a missing file
         is_name = isinstance(text, Path) or ' ' not in text and text.endswith(('.txt', '.gz'))
@@ -191,7 +192,8 @@ def clean_sentence(
 ) -> str | None:           # Lower-case words of letters and apostrophes; None for an unusable sentence
     """Clean one sentence by the official rules.
 
-    An empty sentence, or one with a single letter that is not a word (from a formula or a list), is unusable."""
+    An empty sentence, or one with a single letter that is not a word (from a formula or a list), is
+    unusable."""
     for i, (_, rule) in enumerate(_RULES):
         if i == 1 and numbers: sentence = _say_numbers(sentence) # After the links, which may contain digits
         sentence = rule(sentence)

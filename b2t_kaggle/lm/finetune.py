@@ -61,9 +61,10 @@ def finetune(
     seed: int = 0,            # Random seed for the matrices, the order and the dropout
     progress: bool = True,    # Whether to show a progress bar
 ) -> torch.nn.Module:         # PEFT model in evaluation mode, for `score_sentences`
-    """Train a LoRA adapter (Hu et al., 2021) on transcripts and save it; resumes exactly after an interruption.
-    Raises `LanguageModelError` if the package peft is missing, if the model cannot take the sentences or if the loss
-    is not finite (nothing is saved then), and `TrainingError` if another run was interrupted there."""
+    """Train a LoRA adapter (Hu et al., 2021) on transcripts and save it; resumes exactly after an
+    interruption. Raises `LanguageModelError` if the package peft is missing, if the model cannot
+    take the sentences or if the loss is not finite (nothing is saved then), and `TrainingError` if
+    another run was interrupted there."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder).resolve()
     check_output(folder, is_folder=True, mark='adapter_config.json')
@@ -159,8 +160,8 @@ def save(self: TrainingState, step: int, now: bool = False) -> None:
 
 @patch
 def restore(self: TrainingState, n_steps: int) -> int:
-    """Resume from the file, if it exists; returns the number of completed steps. Raises `TrainingError` for another
-    run's file, `LanguageModelError` for a damaged one."""
+    """Resume from the file, if it exists; returns the number of completed steps. Raises
+    `TrainingError` for another run's file, `LanguageModelError` for a damaged one."""
     if not self.path.exists(): return 0
     try:
         with zipfile.ZipFile(self.path) as archive: damaged = archive.testzip()

@@ -32,8 +32,9 @@ def _word_probabilities(lm: Automaton | NGram, sentences: Iterable[str]) -> np.n
 def interpolation_weights(
     probs: np.ndarray, # Probability of each word under each model [N, M]
 ) -> np.ndarray:       # Weights λ [M], which sum to 1
-    """The weights of a linear interpolation that make a text most likely, by expectation-maximisation (Jelinek and
-    Mercer, 1980). Raises `ValueError` if no model knows any of its words."""
+    """The weights of a linear interpolation that make a text most likely, by
+    expectation-maximisation (Jelinek and Mercer, 1980). Raises `ValueError` if no model knows any
+    of its words."""
     probs = probs[probs.any(axis=1)]
     if not len(probs): raise ValueError('no model knows a word of the development text; give text of the task')
     weights = np.full(probs.shape[1], 1/probs.shape[1])

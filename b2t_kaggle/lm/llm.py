@@ -35,8 +35,9 @@ def find_llm(
     name: str | Path,                  # A folder, a file, or a name on the hub
     adapter: str | Path | None = None, # Folder of another LoRA adapter
 ) -> LLMSource:
-    """Find the model and adapters behind a name. Raises `LanguageModelError` for a file or folder without a model or
-    with several, and for an adapter whose model is gone; a missing folder counts as a name on the hub."""
+    """Find the model and adapters behind a name. Raises `LanguageModelError` for a file or folder
+    without a model or with several, and for an adapter whose model is gone; a missing folder counts
+    as a name on the hub."""
     base = Path(name)
     adapters = (Path(adapter),) if adapter else ()
     while (base/'adapter_config.json').is_file(): # Even next to a config.json, as in transformers

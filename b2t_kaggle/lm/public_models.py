@@ -108,8 +108,8 @@ def get_model(
     folder: str | Path | None = None, # Folder for the model; None: the user's cache
     progress: bool = False,           # Show a progress bar
 ) -> Path: # A gzipped ARPA file or a folder, with its licence beside it (`….licence.json`)
-    """Download a model with its licence, unless it is there already. Raises `ValueError` for an unknown name,
-    `DownloadError` or `OSError`."""
+    """Download a model with its licence, unless it is there already. Raises `ValueError` for an
+    unknown name, `DownloadError` or `OSError`."""
     model = find_model(name)
     folder = Path(folder or user_cache('models'))
     path = folder/(name if model.files else f'{name}.arpa.gz')

@@ -98,8 +98,8 @@ def smallest_clear_difference(
 ) -> float:                         # Difference of rates
     """The smallest significant difference of two systems on a test with this number of words.
 
-    It is 1.96 · s · √(n/words) if s is the difference's standard error on the n words of these trials. Raises
-    `ValueError` for different trials."""
+    It is 1.96 · s · √(n/words) if s is the difference's standard error on the n words of these
+    trials. Raises `ValueError` for different trials."""
     more, length = _paired(a, b)
     return NormalDist().inv_cdf(0.975)*float(bootstrap_rates(more, length).std())*(sum(length)/words)**0.5
 

@@ -32,8 +32,8 @@ def open_decoder(
     """The `LexiconBeamDecoder` of a run: with its tuned weights, calibrated confidences,
     `decode.boost`, frame times, and `decode.llm` in the search unless tuning rejected it.
 
-    Raises `PipelineError` without an n-gram, `ValueError` for a bad `decode.boost`, `LanguageModelError` for the
-    LLM."""
+    Raises `PipelineError` without an n-gram, `ValueError` for a bad `decode.boost`,
+    `LanguageModelError` for the LLM."""
     from b2t_kaggle.decoding.compilation import say_when_compiling
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram

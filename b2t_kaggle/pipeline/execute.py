@@ -217,9 +217,9 @@ def check_stages(
 ) -> set[str]:
     """Stages that have to run.
 
-    Raises before anything is computed: `DeviceError` for long training on recordings without an accelerator,
-    `TrainingError` for a tracker that is not installed, `PipelineError` for a missing or damaged input or an unknown
-    stage to force."""
+    Raises before anything is computed: `DeviceError` for long training on recordings without an
+    accelerator, `TrainingError` for a tracker that is not installed, `PipelineError` for a missing
+    or damaged input or an unknown stage to force."""
     names = plan(run.cfg, until)
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not include that stage; it runs {", ".join(names)}')
@@ -234,10 +234,11 @@ def check_stages(
 # %% ../../nbs/pipeline/10_execute.ipynb #c033
 @with_command_named()
 def run_stages(run: Run, until: str | None = None, force: Iterable[str] = ()) -> list[dict]:
-    """Execute the stages that are not done, in order; returns a row for each: stage, state, seconds, metrics.
+    """Execute the stages that are not done, in order; returns a row for each: stage, state,
+    seconds, metrics.
 
-    Raises `PipelineError` at the first stage that fails, or if another process works on the run, and errors of
-    `check_stages` before anything is computed."""
+    Raises `PipelineError` at the first stage that fails, or if another process works on the run,
+    and errors of `check_stages` before anything is computed."""
     pending = check_stages(run, until, force)
     stages = {name: StageRun(run, name) for name in plan(run.cfg, until)}
     rows = []

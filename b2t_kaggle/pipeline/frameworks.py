@@ -45,9 +45,9 @@ def train(
 ) -> dict:
     """Train, or continue, on the configured devices of this machine.
 
-    Returns `step`, `finished`, `stopped`, `seconds`, and the best model's `val_per`, `val_loss`, `best_step` and
-    `sessions`. Raises `TrainingError`, `DeviceError` for a missing accelerator, or `ConfigError` for a
-    plugin."""
+    Returns `step`, `finished`, `stopped`, `seconds`, and the best model's `val_per`, `val_loss`,
+    `best_step` and `sessions`. Raises `TrainingError`, `DeviceError` for a missing accelerator, or
+    `ConfigError` for a plugin."""
     if cfg.train.framework == 'tensorflow':
         from b2t_kaggle.tensorflow.trainer import train
     else:
@@ -83,8 +83,9 @@ _OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # Similar, bu
 _METRICS = ('val_per', 'val_loss', 'step', 'sessions', 'refit_from')
 
 def read_model(path: str | Path) -> tuple[dict[str, np.ndarray], Config, dict]:
-    """Weights `[…]` by name, in PyTorch's layout, the model's configuration, and the metrics (`val_per`, `val_loss`,
-    `step`, `sessions`) of a checkpoint in any format, or its folder. Raises `CheckpointError`."""
+    """Weights `[…]` by name, in PyTorch's layout, the model's configuration, and the metrics
+    (`val_per`, `val_loss`, `step`, `sessions`) of a checkpoint in any format, or its folder. Raises
+    `CheckpointError`."""
     if framework_of(path) == 'tensorflow':
         from b2t_kaggle.tensorflow.checkpoint import load_model, read_metrics
         model, cfg = load_model(path)

@@ -120,10 +120,11 @@ def run_results(
 
 # %% ../../nbs/pipeline/11_results.ipynb #c013
 def read_systems(run: Run, split: str) -> Hypotheses:
-    """The best entries of a run and of the systems in `combine.sources`; prints the sources without this split.
+    """The best entries of a run and of the systems in `combine.sources`; prints the sources without
+    this split.
 
-    Raises `PipelineError` for a system with different trials, or with the run's own sentences or name, `ValueError` if
-    systems disagree about a trial."""
+    Raises `PipelineError` for a system with different trials, or with the run's own sentences or
+    name, `ValueError` if systems disagree about a trial."""
     path = run.hypotheses(split, list_stage(run.cfg, before='combine'))
     alone = read_hypotheses(path)
     sources = {s: hypothesis_files(s, run.dir.parent) for s in run.cfg.combine.sources}

@@ -68,8 +68,8 @@ _Origin = TypedDict('_Origin', {'preset': str, 'from': str, 'plugin': str}, tota
 class Run:
     """A run's folder, configuration and files, and the dependencies of each stage's result.
 
-    Its methods take a `split` (`train`, `val` or `test`) or the name of a `stage`; the default stage is the last one
-    that makes n-best lists."""
+    Its methods take a `split` (`train`, `val` or `test`) or the name of a `stage`; the default
+    stage is the last one that makes n-best lists."""
     def __init__(self,
         folder: str | Path,            # The run's folder, `submissions/<name>`
         work: str | Path = 'data',     # Folder for large files that can be rebuilt
@@ -128,7 +128,8 @@ class Run:
 
     @cache
     def marks(self, stage: str) -> dict[Path, list]:
-        """Name, size and hash of each external file that a stage reads, at the time of the first call.
+        """Name, size and hash of each external file that a stage reads, at the time of the first
+        call.
 
         Raises `PipelineError` for a missing file."""
         named = STAGES[stage].inputs(self.cfg, self.dir.parent)
@@ -150,8 +151,9 @@ class Run:
 
     @cache
     def fingerprint(self, stage: str) -> str:
-        """Hash of the model or data that a stage's files belong to. Unlike the key it stays the same if files
-        are only touched or moved, training is extended, or the version of b2t_kaggle changes."""
+        """Hash of the model or data that a stage's files belong to. Unlike the key it stays the
+        same if files are only touched or moved, training is extended, or the version of b2t_kaggle
+        changes."""
         s = STAGES[stage]
         files = [mark if s.continues else mark[:2] for mark in self.marks(stage).values()]
         return short_hash([s.shared and s.version, self._values(stage, MayChange), files,

@@ -80,7 +80,8 @@ def validate_submission(
     path: str | Path,                           # CSV file
     expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; None: any number
 ) -> list[str]:
-    """Check header, ids, number and order of rows, characters and encoding; returns warnings about texts.
+    """Check header, ids, number and order of rows, characters and encoding; returns warnings about
+    texts.
 
     Raises `SubmissionError` with all problems."""
     check_is_file(path, SubmissionError)

@@ -49,8 +49,8 @@ _SAFE = [*_SCALARS, np.dtype, *{type(np.dtype(t)) for t in ('f4', 'f8', 'i4', 'i
 def load_file(
     path: str | Path, # Checkpoint of this kit or the official kit
 ) -> dict:
-    """Contents of a checkpoint on the CPU. Raises `CheckpointError` if it is damaged or contains anything but tensors,
-    numbers and containers."""
+    """Contents of a checkpoint on the CPU. Raises `CheckpointError` if it is damaged or contains
+    anything but tensors, numbers and containers."""
     path = Path(path)
     check_is_file(path, CheckpointError)
     if not path.is_file(): raise CheckpointError(f'{path}: there is no such file')
@@ -191,8 +191,8 @@ def load_reference(
     path: str | Path, # Weights saved by another implementation of the encoder, such as icefall's Zipformer
     cfg: Config,      # Configuration of the model to fill
 ) -> Encoder:
-    """Model with these weights in the part that both implementations share, and initial weights in the rest. Raises
-    `CheckpointError` if the weights do not fit."""
+    """Model with these weights in the part that both implementations share, and initial weights in
+    the rest. Raises `CheckpointError` if the weights do not fit."""
     content = load_file(path)
     torch.manual_seed(cfg.train.seed)
     model = build_model(cfg.model, len(cfg.data.known_sessions), cfg.data.known_sessions)
@@ -243,8 +243,8 @@ def save_official(
     folder: str | Path,           # Receives `checkpoint/args.yaml` and `checkpoint/best_checkpoint`
     val_per: float | None = None, # The model's validation PER, as a fraction
 ) -> Path:
-    """Write a model in the official evaluation's format into `folder/checkpoint`, and return this path. Raises
-    `CheckpointError` for models that the official kit lacks."""
+    """Write a model in the official evaluation's format into `folder/checkpoint`, and return this
+    path. Raises `CheckpointError` for models that the official kit lacks."""
     checkpoint = Path(folder)/'checkpoint'
     args = to_official_args(cfg)
     state = {_COMPILED + name: w for name, w in to_official_state(model.state_dict()).items()}

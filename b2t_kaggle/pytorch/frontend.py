@@ -20,8 +20,8 @@ from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 # %% ../../nbs/pytorch/05_frontend.ipynb #c006
 @dataclass(frozen=True)
 class Frames:
-    """Frames of B trials: packed `[N, ·]`, trial after trial, on a CPU; padded `[T', B, ·]` elsewhere.
-    N is the number of frames without padding."""
+    """Frames of B trials: packed `[N, ·]`, trial after trial, on a CPU; padded `[T', B, ·]`
+    elsewhere. N is the number of frames without padding."""
     x: Tensor                # Patches
     order: FrameOrder | None # Order of packed frames; None means padded
     n_trials: int            # B

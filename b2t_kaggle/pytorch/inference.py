@@ -119,8 +119,8 @@ def evaluate(
     terms: bool = True,     # Whether to also measure loss terms of the model and the plugin
     plugin: Plugin = Plugin(), # Plugin, which may add loss terms
 ) -> pd.DataFrame:
-    """Table with session, loss (CTC, natural log), edits and n_labels of each trial; if the model or the plugin adds
-    terms to the loss, also each term and their weighted sum as `total`."""
+    """Table with session, loss (CTC, natural log), edits and n_labels of each trial; if the model
+    or the plugin adds terms to the loss, also each term and their weighted sum as `total`."""
     has_terms = terms and (type(model).training_losses is not Encoder.training_losses or plugin.loss is not None)
     rows = cfg.data.eval_batch_size
     if has_terms: # Batch size as in training, because terms may compare the trials of a batch

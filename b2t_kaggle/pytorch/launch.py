@@ -44,8 +44,8 @@ def train_of(
 def work(
     job: str | Path, # Job file written by `launch`
 ) -> None:
-    """Train as the job describes, in a process started by `torchrun`. The first process writes the result; a
-    process that fails writes the reason."""
+    """Train as the job describes, in a process started by `torchrun`. The first process writes the
+    result; a process that fails writes the reason."""
     end_with_parent()
     job = Path(job)
     try: options = json.loads(job.read_text())

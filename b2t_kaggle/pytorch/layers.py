@@ -130,8 +130,8 @@ def dropout(
     p: float,       # Dropout probability; on a CPU rounded to a multiple of 1/65536
     training: bool, # False returns `x` unchanged
 ) -> Tensor:
-    """Drop values at random and scale others by 1/(1 − p), `[…]` (Srivastava et al., 2014), with the default generator
-    of `x`'s device."""
+    """Drop values at random and scale others by 1/(1 − p), `[…]` (Srivastava et al., 2014), with
+    the default generator of `x`'s device."""
     if not training or p == 0: return x
     if x.device.type != 'cpu': return F.dropout(x, p)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2**63, None)

@@ -19,8 +19,8 @@ from .layers import autocast_dtype, dropout
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c008
 class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
-    """`nn.GRU`, sequence first and with biases; on an XLA device, one scan for each layer and direction.
-    The backward direction starts at each trial's own last frame."""
+    """`nn.GRU`, sequence first and with biases; on an XLA device, one scan for each layer and
+    direction. The backward direction starts at each trial's own last frame."""
     def __init__(self,
         input_size: int,             # Features per frame, I
         hidden_size: int,            # Units, H
@@ -131,8 +131,9 @@ _LARGE = 1e4 # Gate input that opens the update gate fully for any state
 
 def _scan_gru_layer(x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
                     hold: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """States `[T, B, H]`, float32 or wider, of one GRU layer in one direction (Cho et al., 2014, with the reset gate
-    after the product), and its final state `[B, H]`. `hold` `[T, B]` masks frames that keep the state."""
+    """States `[T, B, H]`, float32 or wider, of one GRU layer in one direction (Cho et al., 2014,
+    with the reset gate after the product), and its final state `[B, H]`. `hold` `[T, B]` masks
+    frames that keep the state."""
     gates = F.linear(x, w_ih, b_ih)
     if hold is not None:
         r, z, n = gates.chunk(3, -1)
@@ -159,8 +160,8 @@ def _all_layers(module: nn.GRU, x: Tensor, h0: Tensor, training: bool, run: Call
 
 def _scan_gru(module: nn.GRU, x: Tensor, h0: Tensor | None = None,
               frames: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """States `[T, B, H·directions]` and final states `[L·directions, B, H]` of `module(x, h0)`, by scans on any device.
-    The backward direction keeps the initial state in a trial's padding."""
+    """States `[T, B, H·directions]` and final states `[L·directions, B, H]` of `module(x, h0)`, by
+    scans on any device. The backward direction keeps the initial state in a trial's padding."""
     hold = None
     if frames is not None and module.bidirectional:
         hold = torch.arange(len(x) - 1, -1, -1, device=x.device)[:, None] >= frames.to(x.device)

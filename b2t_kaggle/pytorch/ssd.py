@@ -76,8 +76,9 @@ def ssd(
     chunk_size: int = 64, # Frames per chunk; affects time and memory, not the result
     state: Tensor | None = None, # State before the first frame `[S, N, H, P]`; None means zeros
 ) -> tuple[Tensor, Tensor]:
-    """State space duality (Dao and Gu, 2024): yₜ = hₜᵀ · cₜ with the state hₜ = exp(log_decayₜ) · hₜ₋₁ + bₜ · xₜᵀ.
-    Returns the output `[S, T, H, P]` and the state after the last frame `[S, N, H, P]`."""
+    """State space duality (Dao and Gu, 2024): yₜ = hₜᵀ · cₜ with the state hₜ = exp(log_decayₜ) ·
+    hₜ₋₁ + bₜ · xₜᵀ. Returns the output `[S, T, H, P]` and the state after the last frame `[S, N, H,
+    P]`."""
     S, T, H, P = x.shape
     N = b.shape[-1]
     Q = min(chunk_size, T)

@@ -26,11 +26,13 @@ from b2t_kaggle.lm.causal import (
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c008
 class LLMFusion:
-    """A causal language model inside the beam search: shallow fusion (Gulcehre et al., 2015), delayed by some frames.
+    """A causal language model inside the beam search: shallow fusion (Gulcehre et al., 2015),
+    delayed by some frames.
 
-    It is a `b2t_kaggle.decoding.histories.Fusion`. Raises `LanguageModelError` for a model that cannot compute prefix
-    trees or transforms its logits after the head, and for a tokenizer without a start token or a requested end token;
-    `ValueError` for a weight or a number of frames that is not positive."""
+    It is a `b2t_kaggle.decoding.histories.Fusion`. Raises `LanguageModelError` for a model that
+    cannot compute prefix trees or transforms its logits after the head, and for a tokenizer without
+    a start token or a requested end token; `ValueError` for a weight or a number of frames that is
+    not positive."""
     def __init__(self,
         model: torch.nn.Module,  # A causal language model, from `b2t_kaggle.lm.causal.load_lm`
         tokenizer,               # Tokenizer of the model
@@ -146,8 +148,8 @@ def _word_forms(word: str, capitals: bool) -> list[str]:
     return [word, capital] if capitals and capital != word else [word]
 
 def _counted_forms(lengths: Sequence[int], first: np.ndarray) -> list[int]:
-    """Indices of forms to count: single tokens, and longer ones that could be as probable, given each
-    form's number of tokens and the log-probability of its first token [n]."""
+    """Indices of forms to count: single tokens, and longer ones that could be as probable, given
+    each form's number of tokens and the log-probability of its first token [n]."""
     single = [p for n, p in zip(lengths, first) if n == 1]
     least = max(single, default=-np.inf) - _FORM_GAP
     return [i for i, (n, p) in enumerate(zip(lengths, first)) if n == 1 or not p < least] # NaN raises an error later
@@ -196,8 +198,9 @@ class _TokenTree:
         self.states = self.normalizer = torch.zeros(0, device=model.device)
 
     def append(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Run more tokens through the model, prefixes first; `parents` are indices of the preceding tokens, -1 at the
-        start [n]. Raises `LanguageModelError` for a sentence that is too long for the model."""
+        """Run more tokens through the model, prefixes first; `parents` are indices of the preceding
+        tokens, -1 at the start [n]. Raises `LanguageModelError` for a sentence that is too long for
+        the model."""
         if not len(tokens): return
         n = len(self.depth)
         self._grow(parents)

@@ -233,8 +233,9 @@ def join_sources(
     by_source: Sequence[tuple[str, Hypotheses]], # Names of sources, and their hypotheses
     runs: Collection[str],                       # Names of the sources that are runs
 ) -> Hypotheses:
-    """Join the hypotheses of files and runs. Runs with the same name and encoder (on Kaggle all are called `run`) count
-    as models of one system, each named after its source. Raises `ValueError` if sources disagree about a trial."""
+    """Join the hypotheses of files and runs. Runs with the same name and encoder (on Kaggle all are
+    called `run`) count as models of one system, each named after its source. Raises `ValueError` if
+    sources disagree about a trial."""
     owners = Counter(voter for source, read in by_source if source in runs for voter in read.voters)
     together = Hypotheses()
     for source, read in by_source:

@@ -67,8 +67,8 @@ def augment_nbest(
 class Weights:
     """Weights for interpolating scores.
 
-    `total = acoustic_scale · acoustic + (1 − alpha) · ngram + alpha · (llm − length_penalty · n_tokens)
-    + word_score · n_words`"""
+    `total = acoustic_scale · acoustic + (1 − alpha) · ngram + alpha · (llm − length_penalty ·
+    n_tokens) + word_score · n_words`"""
     acoustic_scale: float = 0.325 # Weight of the acoustic score; default: the official evaluation's
     alpha: float = 0.55           # Share of the LLM; default: the official evaluation's
     word_score: float = 0.0
@@ -300,8 +300,8 @@ def score_nbest(
 ) -> list[list[LLMHypothesis]]:      # Hypotheses with the LLM's scores and their old totals
     """Score each hypothesis with the LLM, and count its tokens.
 
-    The empty hypothesis is left out if there are others, as in the official kit: its log-probability is 0, more than
-    any text has."""
+    The empty hypothesis is left out if there are others, as in the official kit: its
+    log-probability is 0, more than any text has."""
     from b2t_kaggle.lm.causal import score_sentences, token_sequences  # Needs torch, unlike reading weights
     lists = [[h for h in hyps if h.text] or list(hyps) for hyps in nbest]
     before = ['']*len(lists) if contexts is None else contexts

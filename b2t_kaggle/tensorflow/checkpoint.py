@@ -125,7 +125,8 @@ def save_best(path: str | Path, model: Encoder, cfg: Config, metrics: Mapping) -
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)), {})
 
 def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Config]:
-    """A model, and its configuration, whose `data.sessions` are the model's days in order; raises `CheckpointError`.
+    """A model, and its configuration, whose `data.sessions` are the model's days in order; raises
+    `CheckpointError`.
 
     `unseen`: a purpose that needs a model not trained on val; it ends the error message."""
     path = weights_file(path)

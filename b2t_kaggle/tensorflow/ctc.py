@@ -20,7 +20,8 @@ def _states(labels: tf.Tensor, n_labels: tf.Tensor, blank: int) -> tf.Tensor:
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c014
 def alignment(log_probs: tf.Tensor, states: tf.Tensor, frames: tf.Tensor,
               n_labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame `[T', B, N]`.
+    """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame
+    `[T', B, N]`.
 
     Without a path the former is infinite and the latter 0."""
     T = log_probs.shape[1]
@@ -66,8 +67,8 @@ def ctc_loss(
     n_labels: tf.Tensor, # Labels of each trial `[B]`
     blank: int = 0,      # The blank's class
 ) -> tf.Tensor:          # `[B]`, float32 (float64 for float64 logits)
-    """CTC loss of each trial (Graves et al., 2006); infinite, with a gradient of 0, if the labels do not fit. Raises
-    `ValueError` for arguments of other shapes."""
+    """CTC loss of each trial (Graves et al., 2006); infinite, with a gradient of 0, if the labels
+    do not fit. Raises `ValueError` for arguments of other shapes."""
     logits, labels, frames, n_labels = map(tf.convert_to_tensor, (logits, labels, frames, n_labels))
     shapes = [v.shape for v in (logits, labels, frames, n_labels)]
     is_batch = [s.rank for s in shapes] == [3, 2, 1, 1] and all(s[:1].is_compatible_with(shapes[0][:1]) for s in shapes)

@@ -53,8 +53,9 @@ def trial_random(kind: str, shape: tuple[int, ...], seeds: tf.Tensor, site: int)
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c015
 def dropout(x: tf.Tensor, p: float, seeds: tf.Tensor | None, site: int) -> tf.Tensor:
-    """Zero random elements of `[B, …]`, with a seed per trial `[B, 2]`, and scale the rest to keep the expectation;
-    `p` is rounded to a multiple of 1/65536. Raises `ValueError` if seeds are missing."""
+    """Zero random elements of `[B, …]`, with a seed per trial `[B, 2]`, and scale the rest to keep
+    the expectation; `p` is rounded to a multiple of 1/65536. Raises `ValueError` if seeds are
+    missing."""
     if p == 0: return x
     if seeds is None: raise ValueError('seeds is None, but dropout draws from a seed per trial; give int32 [B, 2]')
     n = math.prod(x.shape[1:])

@@ -45,8 +45,8 @@ def _forward(gates: tf.Tensor, h0: tf.Tensor, u: tf.Tensor, b_q: tf.Tensor) -> t
 
 # %% ../../nbs/tensorflow/01_recurrence.ipynb #c014
 def _backward(grad: tf.Tensor, h: tf.Tensor, gates: tf.Tensor, h0: tf.Tensor, u: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """Gradients of the gates' terms from the input and from the state, both `[T, B, 3H]`, and of `h0`;
-    and the states before each frame."""
+    """Gradients of the gates' terms from the input and from the state, both `[T, B, 3H]`, and of
+    `h0`; and the states before each frame."""
     H = h0.shape[-1]
     z, r, n, q = tf.split(tf.cast(gates, h.dtype), 4, -1)
     h_before = tf.concat([h0[None], h[:-1]], 0)

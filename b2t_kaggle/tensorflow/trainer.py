@@ -218,9 +218,10 @@ def _replica_step(self: Trainer, share: dict, numbers: dict) -> tuple[dict[str, 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c034
 def train(store: TrialStore, store_val: TrialStore | None, cfg: Config, out_dir: str | Path,
           progress: bool = True) -> dict:
-    """Train, or continue the run in a folder. Without validation trials the last weights count as the best.
+    """Train, or continue the run in a folder. Without validation trials the last weights count as
+    the best.
 
-    Returns `step`, `finished`, `stopped`, `seconds`, and `val_per`, `val_loss`, `best_step` and `sessions` of the best
-    model. Raises `TrainingError`."""
+    Returns `step`, `finished`, `stopped`, `seconds`, and `val_per`, `val_loss`, `best_step` and
+    `sessions` of the best model. Raises `TrainingError`."""
     def start_devices(): return start(cfg.train.accelerator, cfg.train.precision)
     return fit(Trainer, start_devices, store, store_val, cfg, out_dir, progress)

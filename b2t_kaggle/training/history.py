@@ -23,8 +23,8 @@ def summarize(
     table: pd.DataFrame, # A row per trial: session, loss (CTC's), edits, n_labels; terms of the loss, and their `total`
     ctc_reduction: str = 'trial', # Mean loss per `trial`, or per `label`: the mean over trials of each trial's mean
 ) -> dict:
-    """`val_loss`, `val_per` and terms of the loss over all trials, and the PER of each session in `sessions`; for
-    several participants also the PER of each in `participants`."""
+    """`val_loss`, `val_per` and terms of the loss over all trials, and the PER of each session in
+    `sessions`; for several participants also the PER of each in `participants`."""
     terms = table.drop(columns=['session', 'loss', 'edits', 'n_labels'])
     if 'total' not in terms:
         terms['total'] = table.loss / table.n_labels.clip(lower=1) if ctc_reduction == 'label' else table.loss
@@ -105,10 +105,11 @@ class History:
         with atomic_path(self.path) as scratch: table.to_csv(scratch, index=False)
 
 def read_history(path: str | Path) -> pd.DataFrame:
-    """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
-    row. Each term of the loss has a column with its name and one with `val_` before it; norms of parts of the gradient
-    begin with `grad_`. In float16 `skipped` counts batches skipped because a gradient overflowed; an audio
-    LLM adds val_wer. Raises `OSError` if the file is gone, `ReadError` if it is damaged."""
+    """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over
+    the batches of a row. Each term of the loss has a column with its name and one with `val_`
+    before it; norms of parts of the gradient begin with `grad_`. In float16 `skipped` counts
+    batches skipped because a gradient overflowed; an audio LLM adds val_wer. Raises `OSError` if
+    the file is gone, `ReadError` if it is damaged."""
     problem = 'other columns, or text in place of numbers'
     try:
         table = pd.read_csv(path)

@@ -203,8 +203,8 @@ def start_from(self: Trainer,
 # %% ../../nbs/training/05_interface.ipynb #c020
 @patch
 def check_finite(self: Trainer, result: StepResult) -> None:
-    """Raises `TrainingError` for a non-finite loss or gradient, and names its trials. Losses are reported
-    before gradients; the gradient of a skipped step is allowed."""
+    """Raises `TrainingError` for a non-finite loss or gradient, and names its trials. Losses are
+    reported before gradients; the gradient of a skipped step is allowed."""
     report = None
     bad = ~np.isfinite(result.losses)
     if bad.any() or not (math.isfinite(result.grad_norm) or result.skipped):

@@ -116,8 +116,9 @@ class Loop:
 # %% ../../nbs/training/10_loop.ipynb #c011
 @patch
 def _check(self: Loop) -> list[dict[str, float]]:
-    """Means over all processes of the loss and its terms, for each pending step. Raises `TrainingError` for a loss or
-    gradient that is not finite, and in float16 for a loss scale that is too small to help."""
+    """Means over all processes of the loss and its terms, for each pending step. Raises
+    `TrainingError` for a loss or gradient that is not finite, and in float16 for a loss scale that
+    is too small to help."""
     t = self.trainer
     for result in self.pending: t.check_finite(result)
     t.n_skipped += sum(result.skipped for result in self.pending)
@@ -238,10 +239,11 @@ def fit(
     out_dir: str | Path,           # Folder for checkpoints and `history.csv`; an existing run is continued
     progress: bool = True,         # Show a progress bar
 ) -> dict:
-    """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model `val_per`,
-    `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of steps skipped after a gradient
-    overflow; with a refit `refit_from`, the batches before it, after which these metrics were measured. Raises
-    `TrainingError`, or `WriteError` if the disk is full."""
+    """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model
+    `val_per`, `val_loss`, `best_step` and `sessions`. In float16 also `skipped`, the number of
+    steps skipped after a gradient overflow; with a refit `refit_from`, the batches before it, after
+    which these metrics were measured. Raises `TrainingError`, or `WriteError` if the disk is
+    full."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     trackers = tracker_names(cfg.train.log, trainer_class.framework)

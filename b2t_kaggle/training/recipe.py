@@ -50,8 +50,9 @@ def learning_rates(step: int, cfg: TrainConfig) -> dict[str, float]:
 
 # %% ../../nbs/training/00_recipe.ipynb #c009
 def averaging_rate(step: int, cfg: TrainConfig) -> float | None:
-    """Rate of the average after a step, `average += rate · (weights − average)`: for an exponential average with a
-    warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None if there is no average."""
+    """Rate of the average after a step, `average += rate · (weights − average)`: for an exponential
+    average with a warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None if
+    there is no average."""
     if cfg.weight_average is None: return None
     if cfg.weight_average == 'ema': return 1 - min(cfg.ema_decay, (1 + step) / (10 + step))
     return 1 / max(1, step - round(cfg.swa_start * cfg.num_training_batches) + 1)

@@ -53,8 +53,8 @@ class Checkpoints:
 
 # %% ../../nbs/training/08_recovery.ipynb #c008
 def checkpoint_bytes(n_parameters: int, cfg: Config) -> dict[str, int]:
-    """Approximate sizes of the checkpoints: the best weights; the state, which adds two moments for each, and an
-    average if there is one; and the refitted weights."""
+    """Approximate sizes of the checkpoints: the best weights; the state, which adds two moments for
+    each, and an average if there is one; and the refitted weights."""
     weights = 4*n_parameters
     sizes = dict(best=weights, last=weights*(4 if cfg.train.weight_average else 3))
     return sizes | (dict(refit=weights) if cfg.train.refit else {})

@@ -258,8 +258,9 @@ def fit_confusions(
     *,
     llm: TextScores | None = None, # LLM that will rerank the sentences
 ) -> ConfusionModel:
-    """Fit confusions, and the weight of an LLM if given, to labelled phoneme lists. Raises `ValueError` for
-    fewer trials than folds, a trial without labels, an LLM without changes, or candidates without information."""
+    """Fit confusions, and the weight of an LLM if given, to labelled phoneme lists. Raises
+    `ValueError` for fewer trials than folds, a trial without labels, an LLM without changes, or
+    candidates without information."""
     if llm is not None and change_penalty == np.inf:
         raise ValueError('change_penalty is infinite; with an LLM it must be finite, since both learn from word errors')
     trials = []

@@ -78,7 +78,8 @@ class Stage:
         return None
 
     def inputs(self, cfg: Config, runs: Path) -> dict[str, list[Path]]:
-        """External files by the key that names them; an empty key identifies a file by its own folder.
+        """External files by the key that names them; an empty key identifies a file by its own
+        folder.
 
         `runs` is the folder of other runs that may be named."""
         return {}

@@ -81,8 +81,9 @@ def build_targets(
     batch_size: int = 8,      # Sentences that the tower encodes at once
     progress: bool = True,    # Whether to show a progress bar
 ) -> TargetStore:
-    """Write the target of each distinct sentence to one file. Keeps existing targets, including an interrupted call's.
-    Raises `AudioError` if the file has a different voice or tower, or a sentence cannot be spoken or encoded."""
+    """Write the target of each distinct sentence to one file. Keeps existing targets, including an
+    interrupted call's. Raises `AudioError` if the file has a different voice or tower, or a
+    sentence cannot be spoken or encoded."""
     path = Path(path)
     parts = path.with_name(path.name + '.parts')
     fingerprint = dict(voice=voice.provenance(), tower=tower.provenance())

@@ -97,8 +97,8 @@ def parts(self: Encoder) -> dict[str, str]:
 
 @patch
 def is_per_day(self: Encoder, name: str) -> bool:
-    """Whether a parameter has a row per day, with a separate learning rate and decay. A step changes
-    only the rows of the batch's days."""
+    """Whether a parameter has a row per day, with a separate learning rate and decay. A step
+    changes only the rows of the batch's days."""
     return name.startswith('day_')
 
 @patch
@@ -133,9 +133,10 @@ def training_inputs(self: Encoder, trials: np.ndarray) -> dict:
 @patch
 def training_losses(self: Encoder, out: Any, ctc: Callable[[Tensor], Tensor],
                     frames: Tensor) -> Tensor | dict[str, Tensor]:
-    """Loss of each trial `[B]` for the output of `forward`, or a dict of `loss` and its terms, which are recorded
-    (`with_term`). `ctc` computes the CTC loss of each trial `[B]` from logits; `frames` are the frames of each trial
-    `[B]`. Validation also calls this method, with the model in evaluation mode."""
+    """Loss of each trial `[B]` for the output of `forward`, or a dict of `loss` and its terms,
+    which are recorded (`with_term`). `ctc` computes the CTC loss of each trial `[B]` from logits;
+    `frames` are the frames of each trial `[B]`. Validation also calls this method, with the model
+    in evaluation mode."""
     return ctc(out)
 
 @patch
@@ -213,8 +214,9 @@ def add_participants(self: Encoder, sessions: Sequence[str]) -> None:
 
 @patch
 def by_participant(self: Encoder, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Tensor:
-    """Map a participant's features `[B, T, at most F]` to the model's `[B, T, F]`. Values that augmentation added to
-    missing features are removed. Without `model.participants` the features are returned unchanged."""
+    """Map a participant's features `[B, T, at most F]` to the model's `[B, T, F]`. Values that
+    augmentation added to missing features are removed. Without `model.participants` the features
+    are returned unchanged."""
     if not self.cfg.participants: return x
     participant = self.participant_of_day.index_select(0, day_idx)
     x = F.pad(x, (0, self.cfg.neural_dim - x.shape[-1])) * self.has_feature.index_select(0, day_idx)[:, None]

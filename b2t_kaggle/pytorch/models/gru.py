@@ -20,8 +20,8 @@ from ..recurrence import GRU
 def from_official_state(
     state: Mapping[str, Tensor], # `day_weights.{i}`, `day_biases.{i}`, `gru.*`, `out.*`, `h0`, possibly prefixed
 ) -> dict[str, Tensor]:
-    """State dict of our `GRUDecoder`, with stacked days `[D, …]`; from a state dict of ours, prefixes are removed.
-    Raises `ValueError` for days that are missing or differ in shape."""
+    """State dict of our `GRUDecoder`, with stacked days `[D, …]`; from a state dict of ours,
+    prefixes are removed. Raises `ValueError` for days that are missing or differ in shape."""
     ours = {}
     by_day: dict[str, dict[int, Tensor]] = {}
     for key, value in state.items():

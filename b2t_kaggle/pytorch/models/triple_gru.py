@@ -133,8 +133,8 @@ class TripleGRUDecoder(Frontend):
         states: tuple[Tensor, Tensor] | None = None, # Initial states of noise and clean model; None means learned ones
         return_state: bool = False,    # Whether to also return the final states
     ) -> Tensor | tuple:
-        """Clean logits `[B, T', K]`; in full mode clean logits, noisy logits `[B, T', K]` and noise `[B, T', I]`.
-        Padding has arbitrary values."""
+        """Clean logits `[B, T', K]`; in full mode clean logits, noisy logits `[B, T', K]` and noise
+        `[B, T', I]`. Padding has arbitrary values."""
         if mode not in ('inference', 'full'): raise ValueError(f"mode is {mode!r}, expected 'inference' or 'full'")
         f = self.frames(x, day_idx, n_bins)
         noise_states, clean_states = states or (None, None)

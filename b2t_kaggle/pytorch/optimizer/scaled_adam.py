@@ -241,8 +241,8 @@ class Stack:
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c036
 class Eden:
-    """Schedule with learning rate · ((b² + B²)/B²)^−¼ · ((e² + E²)/E²)^−¼ after b batches and e epochs (Yao et al.,
-    2024)."""
+    """Schedule with learning rate · ((b² + B²)/B²)^−¼ · ((e² + E²)/E²)^−¼ after b batches and e
+    epochs (Yao et al., 2024)."""
     def __init__(self,
         optimizer: Optimizer,         # Optimiser whose `lr` of each group is the initial rate
         lr_batches: float,            # Batch scale B; 7,500 in icefall

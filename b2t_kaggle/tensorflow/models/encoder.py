@@ -111,8 +111,8 @@ class Encoder(NamedModel):
         training: bool,          # Whether to apply dropout
         seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`; None if there is no dropout
     ) -> Any:
-        """Logits, float32 `[B, T', K]`, undefined after a trial's frames. A training step passes `training_args`
-        as further arguments."""
+        """Logits, float32 `[B, T', K]`, undefined after a trial's frames. A training step passes
+        `training_args` as further arguments."""
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
     def training_args(self, step: int, n_steps: int) -> dict:

@@ -64,8 +64,8 @@ class TripleGRUDecoder(GRUEncoder):
     def heads(self) -> dict[str, GRUHead]: return {'noise.': self.noise, 'clean.': self.clean, 'noisy.': self.noisy}
 
     def call(self, x, day_idx, n_bins=None, training=False, seeds=None, mode='inference', grl_lambda=None):
-        """Clean logits `[B, T', K]` in the mode `inference`, else clean logits, noisy logits `[B, T', K]` and the noise
-        `[B, T', I]`, all float32, arbitrary in the padding."""
+        """Clean logits `[B, T', K]` in the mode `inference`, else clean logits, noisy logits `[B,
+        T', K]` and the noise `[B, T', I]`, all float32, arbitrary in the padding."""
         x = self.frames(x, day_idx, training, seeds)
         noise = self.noise(x, training=training, seeds=seeds)
         clean = self.clean(x - tf.cast(noise, x.dtype), training=training, seeds=seeds)

@@ -41,8 +41,8 @@ def generate(
     beams: int = 4,        # Number of beams in the search
     max_tokens: int = 128, # Largest number of tokens in an answer
 ) -> list[Written]:
-    """Sentences of each trial. `acoustic` and `total` are the natural-log probability of the sentence and its end given
-    the vectors; `ngram` is 0."""
+    """Sentences of each trial. `acoustic` and `total` are the natural-log probability of the
+    sentence and its end given the vectors; `ngram` is 0."""
     with torch.inference_mode(): answers = llm.search(vectors, n_vectors, beams, max_tokens)
     texts = [distinct_texts(llm, tokens) for tokens in answers]
     scores = score_texts(llm, vectors, n_vectors, [list(ended) for ended in texts])
@@ -93,8 +93,9 @@ def infer_sentences(
     trials: Mapping[str, Sequence[int]] | None = None, # Selected trials of each split; None means all
     progress: bool = True,  # Whether to show progress bars
 ) -> Iterator[tuple[str, dict[int, Written]]]:
-    """Load the model, then yield the split and the sentences of each batch. Raises `CheckpointError`, also for val if
-    the model was trained on val, or `TrainingError` if model and trials do not fit."""
+    """Load the model, then yield the split and the sentences of each batch. Raises
+    `CheckpointError`, also for val if the model was trained on val, or `TrainingError` if model and
+    trials do not fit."""
     backend = start(pick_torch(cfg.train.accelerator, cfg.train.precision), together=False)
     if backend.static_shapes:
         raise CheckpointError(f'{checkpoint}: an audio LLM needs a CPU or a GPU, found {backend.device}; set '

@@ -67,8 +67,9 @@ class AudioLanguageModel:
 # %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c009
 @patch
 def add_lora(self: AudioLanguageModel, rank: int) -> dict[str, nn.Parameter]:
-    """Add LoRA layers (Hu et al., 2021), W + (α/r)·B·A with α = 2r, to the projections of attention and of the
-    feed-forward layers. Returns the trained weights by name, A `[r, in]` and B `[out, r]` in float32."""
+    """Add LoRA layers (Hu et al., 2021), W + (α/r)·B·A with α = 2r, to the projections of attention
+    and of the feed-forward layers. Returns the trained weights by name, A `[r, in]` and B `[out,
+    r]` in float32."""
     require_package('peft', 'audio.lora_rank')
     from peft import LoraConfig, inject_adapter_in_model
     config = LoraConfig(r=rank, lora_alpha=2*rank, lora_dropout=0.05, target_modules=list(self.lora_layers))
@@ -103,8 +104,8 @@ class DecoderInputs(NamedTuple):
 @patch
 def decoder_inputs(self: AudioLanguageModel, vectors: Tensor, n_vectors: Tensor,
                    answers: Sequence[Sequence[int]] | None = None) -> DecoderInputs:
-    """Prompt, vectors `[B, N, D]` and answer of each trial, padded; without answers, input for generating them. Raises
-    `AudioError` if a trial is too long for the text model."""
+    """Prompt, vectors `[B, N, D]` and answer of each trial, padded; without answers, input for
+    generating them. Raises `AudioError` if a trial is too long for the text model."""
     before, after = self.embed(self.before), self.embed(self.after)
     spoken = self.project(vectors)
     longest = getattr(self.lm.config, 'max_position_embeddings', None)

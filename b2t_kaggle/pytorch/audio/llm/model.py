@@ -274,8 +274,9 @@ class BrainWhisper(AudioLLM):
 
     def forward(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None, targets: Targets | None = None,
                 batches: float = 0., **training_args) -> Any:
-        """Logits `[B, T', K]`. With targets, a tuple of outputs (acoustic model with masks, logits `[B, T', K]` after
-        Whisper's encoder with masks, acoustic model without masks), losses of each trial `[B]`, and `batches`."""
+        """Logits `[B, T', K]`. With targets, a tuple of outputs (acoustic model with masks, logits
+        `[B, T', K]` after Whisper's encoder with masks, acoustic model without masks), losses of
+        each trial `[B]`, and `batches`."""
         out = super().forward(x, day_idx, n_bins, targets, batches, **training_args)
         if targets is None: return out
         n_bins = trial_bins(x, n_bins)

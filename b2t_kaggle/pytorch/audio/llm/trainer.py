@@ -73,6 +73,7 @@ def train(
     out_dir: str | Path,          # Folder for `last.pt`, `best.pt` and `history.csv`; an existing run is continued
     progress: bool = True,        # Whether to show a progress bar
 ) -> dict:
-    """Train, or continue training. Returns the results of `b2t_kaggle.pytorch.trainer.train` and `val_wer`. Raises
-    `TrainingError`, or `AudioError` or `LanguageModelError` if model or targets cannot be used."""
+    """Train, or continue training. Returns the results of `b2t_kaggle.pytorch.trainer.train` and
+    `val_wer`. Raises `TrainingError`, or `AudioError` or `LanguageModelError` if model or targets
+    cannot be used."""
     return fit(Trainer, partial(trainer.start_backend, cfg), store, store_val, cfg, out_dir, progress)

@@ -118,8 +118,9 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
 @patch
 def streaming_forward(self: RelPositionMultiheadAttentionWeights, x: Tensor, pos_emb: Tensor, cached_key: Tensor,
                       left_context_len: int, key_padding_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights `[H, B, T, L + T]` of the frames x `[T, B, C]`, and keys to keep for the next frames `[L, B, H · q]`. The
-    table `pos_emb` is `[1, L + 2T − 1, pos_dim]`, and `key_padding_mask` `[B, L + T]` is true for padding."""
+    """Weights `[H, B, T, L + T]` of the frames x `[T, B, C]`, and keys to keep for the next frames
+    `[L, B, H · q]`. The table `pos_emb` is `[1, L + 2T − 1, pos_dim]`, and `key_padding_mask` `[B,
+    L + T]` is true for padding."""
     queries, keys, pos_queries = self.in_proj(x).split(self.dims, -1)
     keys = torch.cat([cached_key, keys])
     scores = self._scores(queries, keys, pos_queries, pos_emb).masked_fill(key_padding_mask[:, None], -1000)
