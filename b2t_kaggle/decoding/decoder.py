@@ -309,7 +309,8 @@ def decode_all(self: LexiconBeamDecoder,
     n_jobs = min(n_jobs or n_cores(), n)
     with ThreadPoolExecutor(max(n_jobs, 1)) as pool:
         results = pool.map(decode_trial, range(n)) if n_jobs > 1 else map(decode_trial, range(n))
-        return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not progress))
+        if not progress: return list(results) # tqdm may be missing
+        return list(tqdm(results, total=n, desc='decode', unit=' trials'))
 
 @patch
 def decode_batch(self: LexiconBeamDecoder,
