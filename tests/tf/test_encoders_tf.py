@@ -1,7 +1,6 @@
 """Requirements of every TensorFlow encoder. All encoders in the registry are tested."""
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,13 +41,18 @@ def data(tmp_path_factory):
     return folder
 
 
+class EachBatch(History):
+    "A history with a row for each batch."
+    def add(self, *values, **options): super().add(*values, **options | dict(end_row=True))
+
+
 @pytest.fixture(scope='module')
 def trained(data, tmp_path_factory):
     "The folder and the result of an uninterrupted training, by encoder. Its history has each batch."
     runs = {}
     def get(name):
         if name not in runs:
-            with patch('b2t_kaggle.training.loop.History', partial(History, every=1)):
+            with patch('b2t_kaggle.training.loop.History', EachBatch):
                 runs[name] = train_until_right(train, data, tmp_path_factory.mktemp(name), config(name))
         return runs[name]
     return get
