@@ -90,7 +90,7 @@ def same_trials(
         theirs = _facts_of(results[name]).loc[facts.index]
         for column in _FACTS:
             for trial, x, y in zip(facts.index, facts[column], theirs[column]):
-                if x is None or y is None or x == y or column == 'seen': continue # Systems may use other text
+                if None in (x, y) or x == y or column == 'seen': continue # Systems may use other text
                 if column == 'reference' and normalize_sentence(x) == normalize_sentence(y): continue
                 raise ValueError(f'{first} and {name}: trial {trial}, {column}: found {x!r} and {y!r}, expected the '
                                  'same; are these the same trials?')

@@ -54,12 +54,13 @@ def order_hint(
     rate = error_rate if labels else not_blank
     given = _class_places('blank-sil-last')
     as_given, others = rate(given), not_blank(given) # Fraction of frames in which another class is likelier
+    if others < 1 and as_given <= 0.8: return ''
     rates = {name: rate(_class_places(names)) for name, names in ORDERS.items()}
-    best = min(rates, key=lambda name: rates[name])
-    if others < 1 and as_given <= 0.8 or not labels and rates[best] > 0.5: return '' # The blank may be rare
     problem = (f'the phoneme error rate is {percent(as_given)}' if labels and others < 1 else
                f'the blank is not the likeliest class in {percent(others)} of the frames')
-    if rates[best] > 0.8: return f'{problem}, and no known order of the classes is better; are these the right labels?'
+    best = min(rates, key=lambda name: rates[name])
+    if rates[best] > (0.8 if labels else 0.5): # Without labels, blanks may be rare
+        return f'{problem}, and no known order of the classes is better; are these the right labels?' if labels else ''
     return f'{problem}; the classes seem to be in the order {best} ({percent(rates[best])})'
 
 # %% ../../nbs/pipeline/14_foreign_logits.ipynb #c009
